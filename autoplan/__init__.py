@@ -25,6 +25,8 @@ _MEMBERS = {
     "autoplan.planner.verify.stairs": ("Staircase",),
     "autoplan.planner.verify.verdict": ("Verification",),
     "autoplan.planner.verify.meter": ("watch",),
+    "autoplan.planner.diagnose.run": ("diagnose",),
+    "autoplan.planner.diagnose.records": ("Diagnosis", "Finding"),
     "autoplan.frameworks.transformers.watch": ("TransformersWatch",),
     "autoplan.frameworks.lightning.watch": ("LightningWatch",),
     "autoplan.planner.space.bounds": ("Bound",),
@@ -82,6 +84,8 @@ if TYPE_CHECKING:
     from autoplan.estimates import estimate
     from autoplan.frameworks.lightning.watch import LightningWatch
     from autoplan.frameworks.transformers.watch import TransformersWatch
+    from autoplan.planner.diagnose.records import Diagnosis, Finding
+    from autoplan.planner.diagnose.run import diagnose
     from autoplan.planner.plan.current import current_plan
     from autoplan.planner.plan.plan import Plan
     from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult

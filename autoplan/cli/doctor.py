@@ -1,15 +1,21 @@
-"""autoplan doctor: what is installed here, and which feature misses what."""
+"""autoplan doctor: what is installed here, and which feature misses what; with a script, why it is slow."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import shutil
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from autoplan.cli import output
+from autoplan.cli.plans import QuietOption
+from autoplan.errors import UsageError
 from autoplan.files import folder_bytes
-from autoplan.units import format_bytes
+from autoplan.units import format_bytes, parse_duration_s
 
 NEEDED = ("torch", "transformers", "optuna", "pydantic", "numpy")
 
@@ -27,11 +33,33 @@ FEATURES = {
 Row = tuple[str, ...]
 
 
-def doctor_command(json_output: output.JsonOption = False) -> None:
-    """Show what is installed, and what is missing for which feature.
+def doctor_command(
+    script: Annotated[
+        Path | None, typer.Argument(metavar="SCRIPT", help="A Python file that trains. Without it: what is installed.")
+    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help="What the script is given.")] = None,
+    time_box: Annotated[
+        str, typer.Option("--budget", metavar="TIME", help="How long the script runs, with what starts it.")
+    ] = "60s",
+    memory_limit: Annotated[
+        str | None,
+        typer.Option("--memory-limit", metavar="SIZE", help="What the script may take: 8GiB. Default: 80% of all."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Keep a trace of five steps here, for Perfetto.")
+    ] = None,
+    quiet: QuietOption = False,
+    json_output: output.JsonOption = False,
+) -> None:
+    """Say why a training script is slow; without a script, what is installed and what is missing.
 
-    Nothing is measured, and torch is not loaded: it takes a second. `autoplan probe` measures the machine.
+    Each suspected cause is removed while the script runs, and whole steps are measured. Nothing it writes is kept.
     """
+    if script is not None:
+        _diagnose(script, arguments or [], time_box, memory_limit, trace, quiet, json_output)
+        return
+    if trace is not None:
+        raise UsageError("--trace was given without a script", hint="Give the script first: autoplan doctor train.py.")
     tables = {"Software": software(), "Machine": machine(), "Folders": folders()}
     if json_output:
         keys = ("what", "found", "about")
@@ -45,6 +73,28 @@ def doctor_command(json_output: output.JsonOption = False) -> None:
     for title, rows in tables.items():
         content = facts.Rows(("", "found", "about"), list(rows))
         terminal.show_table(output.console(stderr=False), content, title=title)
+
+
+def _diagnose(
+    script: Path,
+    arguments: list[str],
+    time_box: str,
+    memory_limit: str | None,
+    trace: Path | None,
+    quiet: bool,
+    json_output: bool,
+) -> None:
+    """Why a script is slow."""
+    from autoplan.planner.diagnose.run import diagnose
+    from autoplan.report import diagnosis
+
+    seconds = parse_duration_s(time_box)
+    with contextlib.nullcontext(lambda text: None) if quiet else output.progress(f"starting {script.name}") as tell:
+        found = diagnose(script, arguments, budget=seconds, memory_limit=memory_limit, trace=trace, on_progress=tell)
+    if json_output:
+        output.print_json({"status": "ok"} | diagnosis.document(found))
+        return
+    diagnosis.show_diagnosis(output.console(stderr=False), found)
 
 
 def software() -> list[Row]:

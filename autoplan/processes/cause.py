@@ -346,12 +346,13 @@ def hanging_frame(report: ProcessReport) -> str | None:
         return None
     for stack in failure.stderr_tail.split(_STACK_BEGINS)[1:]:
         for frame in _FRAME.finditer(stack):
-            if _is_users(frame["file"]):
+            if is_users_file(frame["file"]):
                 return f"{Path(frame['file']).name}, line {frame['line']}, in {frame['function']}"
     return None
 
 
-def _is_users(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """Whether a file of source is the user's own: no installed package, none of Python's or of autoplan's."""
     if file.startswith("<") or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):
         return False
     return not any(Path(file).is_relative_to(folder) for folder in _library_folders())

@@ -27,22 +27,27 @@ def main() -> None:
     script = sys.argv[0]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    module = ModuleType("__main__")
-    module.__file__ = os.path.abspath(script)
-    module.__loader__ = SourceFileLoader("__main__", module.__file__)
-    sys.modules["__main__"] = module
     ended_well: list[bool] = []
     atexit.register(
         _say_unasked, script, os.getpid(), ended_well
     )  # the first to be registered is the last to be called
-    with open(script, "rb") as file:
-        code = compile(file.read(), module.__file__, "exec", dont_inherit=True)
     try:
-        exec(code, vars(module))
+        run_as_main(script)
     except SystemExit as stop:
         ended_well += [True] * (stop.code in (None, 0))
         raise
     ended_well.append(True)
+
+
+def run_as_main(script: str) -> None:
+    """Runs a file as the module `__main__`; `sys.argv` and `sys.path` are the caller's to set."""
+    module = ModuleType("__main__")
+    module.__file__ = os.path.abspath(script)
+    module.__loader__ = SourceFileLoader("__main__", module.__file__)
+    sys.modules["__main__"] = module
+    with open(script, "rb") as file:
+        code = compile(file.read(), module.__file__, "exec", dont_inherit=True)
+    exec(code, vars(module))
 
 
 def _say_unasked(script: str, pid: int, ended_well: list[bool]) -> None:

@@ -1,0 +1,64 @@
+"""A diagnosis in words and tables: where the time of a step goes, and the findings with their gain."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autoplan.planner.diagnose.records import PARTS, Diagnosis, Finding
+from autoplan.report import facts, terminal
+from autoplan.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+BAR_WIDTH = 20
+"""Characters of a bar that is the whole step."""
+
+
+def headline(found: Diagnosis) -> str:
+    """`train.py: 2 findings; a step takes 98.1 ms (95.0 ms to 102 ms), 412 steps in 58 s`."""
+    count = len(found.findings)
+    said = "nothing found" if not count else f"{count} finding{'s' if count > 1 else ''}, the costliest first"
+    step = found.step_s
+    between = f"{format_seconds(step.low)} to {format_seconds(step.high)}"
+    return (
+        f"{found.script}: {said}; a step takes {format_seconds(step.median)} ({between}), {found.steps:,} steps in "
+        f"{format_seconds(found.seconds)}"
+    )
+
+
+def part_rows(found: Diagnosis) -> facts.Rows:
+    """Where the time of a step goes, the largest part first: mean, 10th to 90th percentile, share, line."""
+    rows: list[tuple[str, ...]] = []
+    for one in found.parts:
+        between = f"{format_seconds(one.low)} to {format_seconds(one.high)}"
+        bar = "#" * max(1, round(one.share * BAR_WIDTH)) if one.share >= 0.005 else ""
+        rows.append((PARTS[one.part], format_seconds(one.seconds), between, f"{one.share:.0%}", bar, one.line or ""))
+    return facts.Rows(("part of a step", "mean", "10 to 90 %", "share", "", "line"), rows)
+
+
+def gain_words(finding: Finding) -> str:
+    """`2.31 times as fast (2.20 to 2.43), measured without it`, or that it is estimated."""
+    gain = finding.gain
+    if not finding.measured:
+        return f"up to {gain.median:.2f} times as fast, estimated from its own time"
+    return f"{gain.median:.2f} times as fast ({gain.low:.2f} to {gain.high:.2f}), measured"
+
+
+def show_diagnosis(console: Console, found: Diagnosis) -> None:
+    """The diagnosis for a person."""
+    terminal.say(console, "doctor", headline(found))
+    for number, one in enumerate(found.findings, 1):
+        where = f" ({one.line})" if one.line else ""
+        terminal.say(console, str(number), f"{one.what}{where}")
+        terminal.say(console, "  seen", one.evidence)
+        terminal.say(console, "  mend", one.mend)
+        terminal.say(console, "  gain", gain_words(one))
+    terminal.show_table(console, part_rows(found), title="Where the time of a step goes")
+    for text in found.notes:
+        terminal.say(console, "note", text)
+
+
+def document(found: Diagnosis) -> dict[str, Any]:
+    """What `--json` prints of it."""
+    return {"headline": headline(found), **found.model_dump(mode="json")}

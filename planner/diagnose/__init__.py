@@ -1,0 +1,13 @@
+"""Why is a training script slow: each suspected cause is removed while the script runs, and the gain is measured.
+
+records.py        what crosses the processes: Request, Answer; what comes out: Finding, Diagnosis
+clock.py          where the time of a step goes: the parts of a step, by the regions that hooks enter and leave
+hooks.py          the hooks: optimizer, loader, forward, backward, saving, logging, evaluation, gc
+sandbox.py        what the script would write goes into a folder that is removed
+switches.py       how each cause is removed while the script runs, and put back
+suspects.py       which causes are worth removing, by what the first steps showed
+session.py        the course of a script: warm-up, steps as they are, then blocks with and without a cause
+worker.py         the process of the script
+findings.py       from what was measured to at most five findings
+run.py            diagnose(): starts the processes, and reads what they found
+"""

@@ -1,0 +1,188 @@
+"""Where the time of a step goes: each moment belongs to one part, the innermost region that a hook has entered.
+
+What no hook knows is `loop`, or `loss` between a forward and its backward. Inside saving, logging, evaluation and a
+loader everything belongs to that part, but for gc. Only the thread that runs the script is timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoplan.planner.diagnose.records import Part
+from autoplan.processes.cause import is_users_file
+
+KEEPS = frozenset({"data", "saving", "logging", "evaluation"})
+"""Parts that keep what happens inside them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Step:
+    """One step: from the end of an optimizer step to the end of the next."""
+
+    seconds: float
+    parts: dict[Part, float]
+
+
+@dataclass(kw_only=True)
+class Clock:
+    """The parts of the step that runs.
+
+    Attributes:
+        skipped: Parts whose regions return at once: the cause that is removed.
+        lines: Seconds and calls by part and line of the user's code, since `forget`.
+    """
+
+    skipped: set[str] = field(default_factory=set)
+    lines: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
+    background: Part = "loop"
+    _parts: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
+    _stack: list[Part] = field(default_factory=list)
+    _mark: float = 0.0
+    _began: float = 0.0
+    _thread: int = field(default_factory=threading.get_ident)
+    _evaluated: tuple[float, dict[Part, float]] | None = None
+    _evaluation: tuple[float, dict[Part, float]] | None = None
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the thread of the script."""
+        return threading.get_ident() == self._thread
+
+    @property
+    def current(self) -> Part:
+        """The part that this moment belongs to."""
+        return self._stack[-1] if self._stack else self.background
+
+    def open(self) -> None:
+        """Begins a step."""
+        self._parts = defaultdict(float)
+        self._evaluation = self._evaluated = None
+        self._began = self._mark = time.perf_counter()
+
+    def close(self) -> Step:
+        """Ends a step."""
+        self._add(time.perf_counter())
+        parts = self._parts
+        if self._evaluation is not None and self._evaluated is not None:  # what lies between belongs to it too
+            (began, before), (ended, after) = self._evaluation, self._evaluated
+            for part, seconds in after.items():
+                parts[part] -= seconds - before.get(part, 0.0)
+            parts["evaluation"] += ended - began
+        self.background = "loop"
+        return Step(seconds=self._mark - self._began, parts=dict(parts))
+
+    def enter(self, part: Part) -> None:
+        """Begins a region."""
+        self._add(time.perf_counter())
+        outer = self._stack[-1] if self._stack else None
+        self._stack.append(outer if outer in KEEPS and part != "gc" else part)
+
+    def leave(self) -> None:
+        """Ends the innermost region."""
+        self._add(time.perf_counter())
+        if self._stack:
+            self._stack.pop()
+
+    def evaluation_mark(self) -> None:
+        """Notes a moment of an evaluation; from the first to the last one of a step all is evaluation."""
+        now = time.perf_counter()
+        self._add(now)
+        if self._evaluation is None:
+            self._evaluation = now, dict(self._parts)
+        self._evaluated = now, dict(self._parts)
+
+    def forget(self) -> None:
+        """Begins to count lines anew."""
+        self.lines.clear()
+
+    def note_line(self, part: str, seconds: float, depth: int = 2) -> None:
+        """Adds a call of some seconds to the line of the user's code that made it."""
+        line = users_line(sys._getframe(depth))
+        if line is not None:
+            found = self.lines[part, line]
+            found[0] += seconds
+            found[1] += 1
+
+    def region(self, function: Callable[..., Any], part: Part, *, skip: bool = True) -> Callable[..., Any]:
+        """A function whose time belongs to a part; with `skip` it returns None while the part is removed."""
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not self.here:
+                return function(*args, **kwargs)
+            if skip and part in self.skipped:
+                return None
+            self.enter(part)
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if self.current == part:
+                    self.note_line(part, time.perf_counter() - began)
+                self.leave()
+
+        return timed
+
+    def _add(self, now: float) -> None:
+        self._parts[self._stack[-1] if self._stack else self.background] += now - self._mark
+        self._mark = now
+
+
+_users: dict[str, bool] = {}
+
+
+def users_line(frame: Any) -> str | None:
+    """The innermost line of the user's own code, as `train.py:12`: no text of it and no values."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        mine = _users.get(file)
+        if mine is None:
+            mine = _users[file] = is_users_file(file)
+        if mine:
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+class LineSampler:
+    """Looks every few milliseconds where the script's thread is: its part, and the line of the user's code.
+
+    The time of Python code that no hook knows has a line so. Runs only while the first steps are looked at.
+    """
+
+    EVERY_S = 0.005
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.seen: dict[tuple[str, str], int] = defaultdict(int)
+
+    def start(self) -> None:
+        """Begins to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._ends.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._ends.wait(self.EVERY_S):
+            frame = sys._current_frames().get(self._clock._thread)
+            line = users_line(frame)
+            if line is not None:
+                self.seen[self._clock.current, line] += 1
+
+    def line_of(self, part: str) -> str | None:
+        """The line that was seen most in a part."""
+        lines = {line: count for (of, line), count in self.seen.items() if of == part}
+        return max(lines, key=lambda line: lines[line]) if lines else None

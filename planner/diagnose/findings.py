@@ -1,0 +1,255 @@
+"""From what was measured to at most five findings, in the order of what they cost.
+
+A cause that was removed is a finding if the interval of its gain lies above 1; the level is shared by all that were
+removed (Bonferroni), so that a script with many suspects gets no more false findings. What cannot be removed is
+estimated from its own time, as if all of that could go, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from autoplan.planner.diagnose.records import Answer, Facts, Finding, Observation, Part, PartTime, SwitchTrial
+from autoplan.planner.diagnose.session import LEAST_PAIRS
+from autoplan.planner.diagnose.suspects import LEAST_SHARE
+from autoplan.planner.records.trials import Interval
+from autoplan.planner.trials.measure import ratio_interval
+from autoplan.units import format_seconds
+
+MOST_FINDINGS = 5
+
+LEAST_ESTIMATE = 0.05
+"""What is only estimated is a finding from this share on: a mend seldom takes all of it away."""
+
+MORE_THERE = 1.2
+"""If the batches could be had so many times faster than with the mend that was measured, that is a finding too."""
+
+WHAT: Mapping[str, str] = {
+    "batches": "each step waits for its batch",
+    "workers": "each step waits for its batch",
+    "persistent": "the workers of the DataLoader are started again in each epoch",
+    "saving": "checkpoints are saved while the training waits",
+    "logging": "printing and logging take time in the steps",
+    "evaluation": "evaluations take a large part of the run",
+    "gc": "Python's garbage collector goes over many objects in the steps",
+    "freeze": "Python's garbage collector goes over many objects in the steps",
+    "threads": "the number of threads does not fit the cores",
+    "fused": "the optimizer is not fused",
+    "padding": "batches are padded further than their longest sample",
+    "no_grad": "gradients are computed that nobody uses",
+    "bf16": "the matrix products run in fp32 where bf16 is faster",
+}
+
+MEND: Mapping[str, str] = {
+    "persistent": "DataLoader(..., persistent_workers=True)",
+    "saving": "save more seldom, or in a thread of its own (torch.distributed.checkpoint.async_save)",
+    "logging": "log every N steps, and print no line for each sample",
+    "evaluation": "evaluate more seldom, or on fewer samples",
+    "gc": "gc.disable() before the loop, and gc.collect() between epochs",
+    "freeze": "gc.collect(); gc.freeze() once all is set up, before the loop",
+    "padding": "pad each batch to its own longest sample, in collate_fn (transformers: DataCollatorWithPadding)",
+    "bf16": "run forward and loss in torch.autocast(device, torch.bfloat16); Trainer: bf16=True. Compare the losses",
+}
+
+
+def find_causes(answer: Answer) -> list[Finding]:
+    """The findings of a script, the costliest first."""
+    seen = answer.observation
+    if seen is None:
+        return []
+    found = [*_proved(answer, seen), *_estimated(answer, seen)]
+    return sorted(found, key=lambda one: -one.gain.median)[:MOST_FINDINGS]
+
+
+def gain_of(trial: SwitchTrial, chosen_from: int = 1) -> Interval | None:
+    """How many times faster a step is without the cause; None with too few pairs."""
+    if len(trial.pairs) < LEAST_PAIRS:
+        return None
+    without, as_is = ([_point(pair[place]) for pair in trial.pairs] for place in (1, 0))
+    return ratio_interval(without, as_is, chosen_from=chosen_from)
+
+
+def _point(seconds: float) -> Interval:
+    return Interval(median=seconds, low=seconds, high=seconds, samples=1)
+
+
+# What was removed.
+
+
+def _proved(answer: Answer, seen: Observation) -> Iterator[Finding]:
+    trials = [trial for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS]
+    gains: dict[str, tuple[SwitchTrial, Interval]] = {}
+    for trial in trials:
+        gain = gain_of(trial, chosen_from=len(trials))
+        if gain is not None and gain.low > 1 and gain.median >= 1 + LEAST_SHARE:
+            known = gains.get(trial.suspect.switch)
+            if known is None or gain.median > known[1].median:
+                gains[trial.suspect.switch] = trial, gain
+    _choose_of_loader(gains)
+    if "freeze" in gains and "gc" in gains:
+        keep = gains["gc"][1].median > MORE_THERE * gains["freeze"][1].median
+        del gains["freeze" if keep else "gc"]
+    bound = next((gain_of(trial) for trial in trials if trial.suspect.switch == "batches"), None)
+    for switch, (trial, gain) in gains.items():
+        yield Finding(
+            cause=switch,
+            what=WHAT[switch],
+            evidence=_evidence(trial, seen, bound),
+            mend=_mend(trial, seen),
+            gain=gain,
+            measured=True,
+            line=_line(trial, seen),
+        )
+
+
+def _choose_of_loader(gains: dict[str, tuple[SwitchTrial, Interval]]) -> None:
+    """Of the ways to wait less for batches: the mend that gave most; what is beyond it only where that is much."""
+    mends = [name for name in ("workers", "persistent") if name in gains]
+    if len(mends) == 2:
+        mends = sorted(mends, key=lambda name: -gains[name][1].median)
+        del gains[mends.pop()]
+    if mends and "batches" in gains:
+        del gains["batches"]
+
+
+def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> str:
+    suspect, facts, switch = trial.suspect, seen.facts, trial.suspect.switch
+    if switch in ("batches", "workers", "persistent"):
+        beyond = (
+            "" if bound is None or switch == "batches" else f"; with batches at hand {bound.median:.2f} times as fast"
+        )
+        return f"{_part_words(seen, 'data')}{_loader_words(facts)}{beyond}"
+    if switch == "threads":
+        return f"{facts.threads} threads on {facts.cores} cores"
+    if switch == "padding":
+        return f"{facts.padding:.0%} of the columns of a batch are padding for all its samples"
+    if switch == "no_grad":
+        return f"{' and '.join(facts.needless)} is called with gradients, and no optimizer has its parameters"
+    if switch == "bf16":
+        return f"a large product is {facts.bf16_gain or 0:.1f} times as fast in bf16 on this {facts.device}"
+    often = "" if suspect.cycle == 1 else f", about every {suspect.cycle} steps"
+    return f"{_part_words(seen, suspect.part)}{often}"
+
+
+def _part_words(seen: Observation, part: Part) -> str:
+    own = _part(seen, part)
+    if own is None:
+        return ""
+    return f"{own.share:.0%} of the time, {format_seconds(own.seconds)} a step"
+
+
+def _loader_words(facts: Facts) -> str:
+    loader = facts.loader
+    if loader is None:
+        return ""
+    words = f"; num_workers={loader.workers}"
+    if loader.make_s is not None and loader.collate_s is not None and loader.make_s + loader.collate_s > 0:
+        share = loader.make_s / (loader.make_s + loader.collate_s)
+        words += f", {share:.0%} of it in the dataset and {1 - share:.0%} in collate_fn"
+    return words
+
+
+def _mend(trial: SwitchTrial, seen: Observation) -> str:
+    suspect, facts = trial.suspect, seen.facts
+    match suspect.switch:
+        case "workers":
+            return f"DataLoader(..., num_workers={suspect.setting}, persistent_workers=True)"
+        case "batches":
+            where = facts.loader.make_line if facts.loader else None
+            return f"make a sample cheaper{f' ({where})' if where else ''}: prepare it once, before the training"
+        case "threads":
+            return f"OMP_NUM_THREADS={suspect.setting}, or torch.set_num_threads({suspect.setting})"
+        case "fused":
+            return f"{facts.optimizer}(..., fused=True)"
+        case "no_grad":
+            return f"call {' and '.join(facts.needless)} in torch.no_grad()"
+    return MEND[suspect.switch]
+
+
+def _line(trial: SwitchTrial, seen: Observation) -> str | None:
+    if trial.suspect.switch not in ("batches", "workers", "saving", "logging", "evaluation", "gc", "freeze"):
+        return None
+    own = _part(seen, trial.suspect.part)
+    return None if own is None else own.line
+
+
+def _part(seen: Observation, part: Part) -> PartTime | None:
+    return next((one for one in seen.parts if one.part == part), None)
+
+
+# What was not.
+
+
+def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
+    """What cannot be removed without an edit, and what there was no time for."""
+    facts = seen.facts
+    measured = {trial.suspect.part for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS}
+    for switch in ("batches", "saving", "logging", "evaluation", "gc"):
+        part: Part = "data" if switch == "batches" else switch  # type: ignore[assignment]
+        own = _part(seen, part)
+        if own is not None and own.share >= LEAST_ESTIMATE and part not in measured:
+            loader = facts.loader
+            mend = MEND.get(switch, "DataLoader(..., num_workers=N), or cheaper samples")
+            if switch == "batches" and loader is None:
+                continue
+            yield _estimate(switch, WHAT[switch], _part_words(seen, part), mend, own.share, own.line)
+    read_s = sum(one.seconds for one in facts.syncs)
+    if facts.syncs and read_s / seen.mean_s >= LEAST_ESTIMATE:
+        one = facts.syncs[0]
+        said = f"{one.calls:,.0f} calls in a step, {format_seconds(one.seconds)} of it"
+        mend = "keep it as a tensor (detach()), and read it once every N steps"
+        yield _estimate("sync", "tensors are read on the host in the steps", said, mend, read_s / seen.mean_s, one.line)
+    loop = _part(seen, "loop")
+    inside_s = sum(one.seconds for one in facts.syncs if loop is not None and one.line == loop.line)
+    if loop is not None and (loop.seconds - inside_s) / seen.mean_s >= LEAST_ESTIMATE:
+        share = (loop.seconds - inside_s) / seen.mean_s
+        said = f"{_part_words(seen, 'loop')} outside the loader, the model and the optimizer"
+        mend = "do it once before the loop, or in a Dataset with DataLoader workers"
+        yield _estimate("loop", "the loop's own code takes time in each step", said, mend, share, loop.line)
+    if facts.compile_s / seen.mean_s >= LEAST_ESTIMATE:
+        said = f"{format_seconds(facts.compile_s)} a step, after the first steps"
+        mend = (
+            "keep shapes and modes the same, or torch.compile(..., dynamic=True); TORCH_LOGS=recompiles names the guard"
+        )
+        share = min(0.99, facts.compile_s / seen.mean_s)
+        yield _estimate("recompilation", "torch.compile compiles again in the steps", said, mend, share, None)
+    if facts.throttled >= LEAST_ESTIMATE:
+        said = f"{facts.throttled:.0%} of the time this process stood still"
+        mend = "raise the container's limit, or use fewer threads and workers"
+        share = min(0.9, facts.throttled)
+        yield _estimate(
+            "throttled", "the limit on CPU time of the container stops the training", said, mend, share, None
+        )
+    copy = _part(seen, "copy")
+    if copy is not None and copy.share >= LEAST_ESTIMATE:
+        mend = "DataLoader(..., pin_memory=True) and tensor.to(device, non_blocking=True)"
+        yield _estimate(
+            "copy", "the host waits for copies to the device", _part_words(seen, "copy"), mend, copy.share, copy.line
+        )
+
+
+def _estimate(cause: str, what: str, evidence: str, mend: str, share: float, line: str | None) -> Finding:
+    gain = 1 / (1 - min(share, 0.99))
+    interval = Interval(median=gain, low=gain, high=gain, samples=1)
+    return Finding(cause=cause, what=what, evidence=evidence, mend=mend, gain=interval, measured=False, line=line)
+
+
+def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding]) -> list[str]:
+    """What else is worth saying: what had no time, what failed, what the process could not do."""
+    said = []
+    short = [trial.suspect.key for trial in answer.trials if trial.why_not and len(trial.pairs) < LEAST_PAIRS]
+    if short:
+        said.append(f"not measured, the time was too short: {', '.join(short)}; a larger --budget measures it")
+    tested = [trial for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS]
+    known = {one.cause for one in causes}
+    for trial in tested:
+        gain = gain_of(trial)
+        if gain is not None and trial.suspect.switch not in known and gain.low <= 1:
+            said.append(
+                f"without {trial.suspect.key}: {gain.median:.2f} times as fast ({gain.low:.2f} to {gain.high:.2f})"
+            )
+    if seen.facts.graph_breaks:
+        said.append(f"torch.compile has graph breaks: {'; '.join(seen.facts.graph_breaks)}")
+    if answer.refused:
+        said.append(f"not written: {', '.join(answer.refused)}")
+    return said

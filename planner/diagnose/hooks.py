@@ -1,0 +1,580 @@
+"""The hooks: functions of torch and of what people log and save with, timed where they are called.
+
+They are placed before the script runs, and for libraries that it imports later at the end of a step. No hook keeps a
+tensor but the loader's, which keeps the last few batches so that a switch can give them again.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import gc
+import itertools
+import logging
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, dataloader
+from torch.utils.data._utils import fetch
+
+from autoplan.planner.diagnose.clock import Clock
+from autoplan.planner.diagnose.sandbox import Sandbox
+
+KEPT_BATCHES = 4
+"""Batches that are kept: with one alone, caches of the processor would be warmer than they are."""
+
+ANCHOR_LOST = 50
+"""Steps of other optimizers after which the one that marks the steps is taken to be gone."""
+
+SYNCS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
+"""Calls that read a tensor on the host."""
+
+_SAVES = (
+    ("safetensors.torch", "save_file", 1),
+    ("transformers.modeling_utils", "PreTrainedModel.save_pretrained", None),
+    ("transformers.trainer", "Trainer._save_checkpoint", None),
+    ("accelerate", "Accelerator.save_state", None),
+)
+_LOGS = (
+    ("torch.utils.tensorboard", "SummaryWriter.add_scalar"),
+    ("torch.utils.tensorboard", "SummaryWriter.add_scalars"),
+    ("torch.utils.tensorboard", "SummaryWriter.add_histogram"),
+    ("torch.utils.tensorboard", "SummaryWriter.add_image"),
+    ("torch.utils.tensorboard", "SummaryWriter.flush"),
+    ("wandb", "log"),
+    ("mlflow", "log_metric"),
+    ("mlflow", "log_metrics"),
+    ("tqdm", "tqdm.update"),
+    ("tqdm", "tqdm.set_postfix"),
+)
+"""(module, name) of what is timed as saving and as logging once the script has imported it; for a save also the place
+of its path among the arguments, where a library of C writes there."""
+
+
+class Hooks:
+    """All hooks of a process, and what they saw.
+
+    Args:
+        clock: Gets the times.
+        sandbox: Says where saves go.
+        on_step: Is called at the end of each step.
+    """
+
+    def __init__(self, clock: Clock, sandbox: Sandbox, on_step: Callable[[], None]) -> None:
+        self.clock, self.sandbox, self.on_step = clock, sandbox, on_step
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.anchor: torch.optim.Optimizer | None = None
+        self.loaders = LoaderHooks(clock)
+        self.modules = ModuleHooks(clock, self.is_trained, self.loaders.note_training)
+        self._trained: set[int] | None = None
+        self._missed = 0
+        self._depth = 0
+        self._waiting = [*((*one, "saving") for one in _SAVES), *((*one, None, "logging") for one in _LOGS)]
+
+    def install(self) -> None:
+        """Places them, for the rest of the process."""
+        clock = self.clock
+        register_optimizer_step_pre_hook(self._before_optimizer)
+        register_optimizer_step_post_hook(self._after_optimizer)
+        torch.optim.Optimizer.zero_grad = clock.region(torch.optim.Optimizer.zero_grad, "optimizer")  # type: ignore[method-assign]
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            setattr(torch.nn.utils, name, clock.region(getattr(torch.nn.utils, name), "optimizer", skip=False))
+        torch.autograd.backward = self._backward(torch.autograd.backward)
+        torch.save = clock.region(self._moved(torch.save, 1), "saving")
+        builtins.print = clock.region(builtins.print, "logging")
+        logging.Logger._log = clock.region(logging.Logger._log, "logging")  # type: ignore[method-assign]
+        for name in SYNCS:
+            setattr(torch.Tensor, name, self._read(getattr(torch.Tensor, name)))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize = self._read(torch.cuda.synchronize)
+            for name in ("to", "cuda"):
+                setattr(torch.Tensor, name, self._copied(getattr(torch.Tensor, name)))
+        gc.callbacks.append(self._on_gc)
+        self.loaders.install()
+        self.modules.install()
+        with contextlib.suppress(ImportError):
+            import safetensors.torch  # noqa: F401  (others import its function by name)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Places the hooks of libraries that the script has imported since."""
+        for one in list(self._waiting):
+            module, name, path, part = one
+            found: Any = sys.modules.get(module)
+            *outer, last = name.split(".")
+            for step in outer:
+                found = getattr(found, step, None)
+            if getattr(found, last, None) is None:
+                continue
+            self._waiting.remove(one)
+            function = getattr(found, last)
+            function = function if path is None else self._moved(function, path)
+            setattr(found, last, self.clock.region(function, part))
+
+    # The optimizer.
+
+    def is_trained(self, module: torch.nn.Module) -> bool | None:
+        """Whether an optimizer has parameters of the module; None before the first step."""
+        if self._trained is None:
+            return None
+        return any(id(parameter) in self._trained for parameter in module.parameters())
+
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self.clock.here:
+            self.clock.enter("optimizer")
+
+    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if not self.clock.here:
+            return
+        self.clock.leave()
+        if self._depth:
+            return  # of an optimizer inside another one
+        if optimizer not in self.optimizers:
+            self.optimizers.add(optimizer)
+            groups = itertools.chain.from_iterable(one.param_groups for one in self.optimizers)
+            self._trained = {id(parameter) for group in groups for parameter in group["params"]}
+        self._missed += 1
+        if self.anchor is None or self._missed > ANCHOR_LOST:
+            self.anchor = optimizer
+        if optimizer is self.anchor:
+            self._missed = 0
+            self.on_step()
+
+    # Functions.
+
+    def _backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        timed = self.clock.region(function, "backward", skip=False)
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return timed(*args, **kwargs)
+            finally:
+                if self.clock.here:
+                    self.clock.background = "loop"
+
+        return backward
+
+    def _moved(self, function: Callable[..., Any], place: int) -> Callable[..., Any]:
+        """A function that saves to a path, which goes into the sandbox."""
+
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > place:
+                args = (*args[:place], self.sandbox.moved(args[place]), *args[place + 1 :])
+            for name in ("f", "filename"):
+                if name in kwargs:
+                    kwargs[name] = self.sandbox.moved(kwargs[name])
+            return function(*args, **kwargs)
+
+        return save
+
+    def _read(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A call that reads a tensor on the host: its line is noted, and its part stays what it is."""
+        clock = self.clock
+
+        def read(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            found = function(*args, **kwargs)
+            if clock.here and clock.current != "data":
+                clock.note_line("sync", time.perf_counter() - began)
+            return found
+
+        return read
+
+    def _copied(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        clock = self.clock
+
+        def copied(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if not clock.here:
+                return function(tensor, *args, **kwargs)
+            clock.enter("copy")
+            try:
+                return function(tensor, *args, **kwargs)
+            finally:
+                clock.leave()
+
+        return copied
+
+    def _on_gc(self, phase: str, info: dict[str, int]) -> None:
+        if self.clock.here:
+            if phase == "start":
+                self.clock.enter("gc")
+            else:
+                self.clock.leave()
+
+
+class LoaderHooks:
+    """The DataLoaders: what a step waits for, and batches in their place.
+
+    Attributes:
+        replay: Give the kept batches again, and ask the loader for none.
+        workers: The number of workers of the loader that takes the script's place; 0: the script's own.
+        crop: Leave columns out that are padding in all samples of a batch.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.replay, self.crop, self.workers = False, False, 0
+        self.batches: deque[Any] = deque(maxlen=KEPT_BATCHES)
+        self.loader: DataLoader[Any] | None = None
+        self.starts, self.start_s, self.got = 0, 0.0, 0
+        self.make_s, self.collate_s = 0.0, 0.0
+        self.padding: list[float] = []
+        self._owner: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()
+        self._fresh: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._other: Any = None
+        self._other_iterator: Any = None
+        self._last: Any = None
+        self._next = 0
+
+    def install(self) -> None:
+        """Places the hooks."""
+        base = dataloader._BaseDataLoaderIter
+        for kind in (base, dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter):
+            if "__next__" in vars(kind):
+                kind.__next__ = self._given(kind.__next__)  # type: ignore[method-assign]
+        DataLoader.__iter__ = self._started(DataLoader.__iter__)  # type: ignore[method-assign]
+        fetcher = fetch._MapDatasetFetcher
+        fetcher.fetch = self._fetched(fetcher.fetch)  # type: ignore[method-assign]
+
+    def restart(self) -> None:
+        """Begins to count anew."""
+        self.starts, self.start_s, self.got, self.make_s, self.collate_s = 0, 0.0, 0, 0.0, 0.0
+        self.padding.clear()
+
+    def stop_workers(self) -> None:
+        """Ends the workers of the loader that took the script's place."""
+        shutdown = getattr(self._other_iterator, "_shutdown_workers", None)
+        self.workers, self._other, self._other_iterator = 0, None, None
+        if shutdown is not None:
+            shutdown()
+
+    def _started(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def start(loader: Any) -> Any:
+            if not self.clock.here or loader is self._other:
+                return function(loader)
+            self.clock.enter("data")
+            began = time.perf_counter()
+            try:
+                iterator = function(loader)
+            finally:
+                self.clock.leave()
+            self._owner[iterator] = loader
+            self._fresh.add(iterator)
+            if self.is_main(loader):
+                self.starts += 1
+                self.start_s += time.perf_counter() - began
+            return iterator
+
+        return start
+
+    def is_main(self, loader: Any) -> bool:
+        """Whether this is the loader of the training: the one that gave a batch before a forward with gradients."""
+        return loader is self.loader
+
+    def note_training(self) -> None:
+        """Notes a forward with gradients."""
+        if self._last is not None and self._last is not self.loader:
+            self.loader, self.starts = self._last, 0
+            self.batches.clear()
+        self._last = None
+
+    def _given(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        clock = self.clock
+
+        def give(iterator: Any) -> Any:
+            loader = self._owner.get(iterator)
+            if not clock.here or loader is None:
+                return function(iterator)
+            if "evaluation" in clock.skipped and loader is not self.loader:
+                return self._once(iterator, function)
+            clock.enter("data")
+            began = time.perf_counter()
+            try:
+                if self.is_main(loader) and self.replay and self.batches:
+                    self._next += 1
+                    batch = self.batches[self._next % len(self.batches)]
+                    return cropped(batch) if self.crop else shallow(batch)
+                batch = self._from_workers(loader) if self.is_main(loader) and self.workers else function(iterator)
+                return self._seen(iterator, loader, batch, time.perf_counter() - began)
+            finally:
+                if self.is_main(loader):
+                    clock.note_line("data", time.perf_counter() - began)
+                clock.leave()
+
+        return give
+
+    def _seen(self, iterator: Any, loader: Any, batch: Any, seconds: float) -> Any:
+        self._last = loader
+        first = iterator in self._fresh
+        self._fresh.discard(iterator)
+        if not self.is_main(loader):
+            return batch
+        self.start_s += seconds if first else 0.0
+        self.got += 1
+        self.batches.append(shallow(batch))
+        if len(self.padding) < 20:
+            self.padding.append(padding_share(batch))
+        return cropped(batch) if self.crop else batch
+
+    def _once(self, iterator: Any, function: Callable[..., Any]) -> Any:
+        """One batch of an evaluation that is left out."""
+        if iterator not in self._fresh:
+            raise StopIteration
+        self._fresh.discard(iterator)
+        return function(iterator)
+
+    def _from_workers(self, loader: Any) -> Any:
+        """A batch of the same dataset from a loader with workers."""
+        if self._other is None:
+            self._other = with_workers(loader, self.workers)
+        for _ in range(2):
+            if self._other_iterator is None:
+                self._other_iterator = iter(self._other)
+            batch = next(self._other_iterator, None)
+            if batch is not None:
+                return batch
+            self._other_iterator = None
+        raise RuntimeError("the dataset gives no batch when it is gone over again")
+
+    def _fetched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def fetched(fetcher: Any, index: Any) -> Any:
+            if not self.clock.here or self.loader is None or fetcher.dataset is not self.loader.dataset:
+                return function(fetcher, index)
+            collate, began = fetcher.collate_fn, time.perf_counter()
+            inside = [0.0]
+
+            def timed(samples: Any) -> Any:
+                started = time.perf_counter()
+                try:
+                    return collate(samples)
+                finally:
+                    inside[0] = time.perf_counter() - started
+
+            fetcher.collate_fn = timed
+            try:
+                return function(fetcher, index)
+            finally:
+                fetcher.collate_fn = collate
+                self.collate_s += inside[0]
+                self.make_s += time.perf_counter() - began - inside[0]
+
+        return fetched
+
+
+def with_workers(loader: Any, workers: int) -> DataLoader[Any]:
+    """A loader of the same batches with so many workers, which stay between epochs."""
+    given: dict[str, Any] = {
+        "num_workers": workers,
+        "persistent_workers": True,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+    }
+    if loader.batch_sampler is not None and not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        given["batch_sampler"] = loader.batch_sampler
+    else:
+        given |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+            given["sampler"] = loader.sampler
+    return DataLoader(loader.dataset, **given)
+
+
+def shallow(batch: Any) -> Any:
+    """The same tensors in containers of their own: a loop may take things out of a batch."""
+    if isinstance(batch, list):
+        return list(batch)
+    if isinstance(batch, dict) or hasattr(batch, "data") and hasattr(batch, "keys"):
+        try:
+            return batch.copy()
+        except Exception:
+            return batch
+    return batch
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    values = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, (list, tuple)) else [batch]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _used_columns(batch: Any) -> tuple[int, int] | None:
+    """(columns in use, columns) of a batch of token ids; None where it has none.
+
+    A column is padding if it is the same number in all samples, and so are all columns after it.
+    """
+    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
+    ids = mask if isinstance(mask, torch.Tensor) else next(
+        (one for one in _tensors(batch) if one.dim() == 2 and not one.is_floating_point() and one.dtype != torch.bool),
+        None,
+    )  # fmt: skip
+    if ids is None or ids.dim() != 2 or ids.shape[0] < 2 or ids.shape[1] < 8 or ids.device.type != "cpu":
+        return None
+    used = (ids != (0 if ids is mask else ids[0, -1])).any(dim=0).nonzero()
+    return (int(used[-1, 0]) + 1 if len(used) else 1), ids.shape[1]
+
+
+def padding_share(batch: Any) -> float:
+    """Share of the columns of a batch that are padding for all its samples."""
+    columns = _used_columns(batch)
+    return 0.0 if columns is None else 1 - columns[0] / columns[1]
+
+
+def cropped(batch: Any) -> Any:
+    """A batch without the columns that are padding for all its samples."""
+    columns = _used_columns(batch)
+    if columns is None or columns[0] == columns[1]:
+        return shallow(batch)
+
+    def crop(value: Any) -> Any:
+        fits = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == columns[1]
+        return value[:, : columns[0]].contiguous() if fits else value
+
+    if hasattr(batch, "items"):
+        found = shallow(batch)
+        for name, value in batch.items():
+            found[name] = crop(value)
+        return found
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map(crop, batch)) if type(batch) in (list, tuple) else batch
+    return crop(batch)
+
+
+class ModuleHooks:
+    """The calls of modules: the outermost one is the forward, or an evaluation.
+
+    Attributes:
+        autocast: Run the forward in bf16 autocast.
+        needless: Classes of modules whose gradients nobody uses, by how often they were called.
+        no_grad: Call those without gradients.
+    """
+
+    def __init__(
+        self, clock: Clock, is_trained: Callable[[torch.nn.Module], bool | None], on_training: Callable[[], None]
+    ) -> None:
+        self.clock, self.is_trained, self.on_training = clock, is_trained, on_training
+        self.autocast, self.no_grad = False, False
+        self.device = "cpu"
+        self.needless: dict[str, int] = {}
+        self.low_precision = False
+        self._inside = False
+        self._known: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._outputs: dict[tuple[int, Any], Any] = {}
+
+    def install(self) -> None:
+        """Places the hooks."""
+        torch.nn.Module.__call__ = self._called(torch.nn.Module.__call__)  # type: ignore[method-assign]
+        torch.nn.Module.train = self._mode(torch.nn.Module.train)  # type: ignore[method-assign]
+
+    def forget(self) -> None:
+        """Lets the outputs of evaluations go."""
+        self._outputs.clear()
+
+    def _is_trained(self, module: torch.nn.Module) -> bool | None:
+        known = self._known.get(module)
+        if known is None:
+            known = self.is_trained(module)
+            if known is not None:
+                self._known[module] = known
+        return known
+
+    def _called(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or torch.compiler.is_compiling() or not self.clock.here:
+                return function(module, *args, **kwargs)
+            self._inside = True
+            try:
+                return self._outermost(function, module, args, kwargs)
+            finally:
+                self._inside = False
+
+        return call
+
+    def _outermost(self, function: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        trained = self._is_trained(module)
+        if trained and not torch.is_grad_enabled() and not module.training:
+            return self._evaluate(function, module, args, kwargs)
+        clock = self.clock
+        if trained is not False and torch.is_grad_enabled():
+            self.on_training()
+        clock.enter("forward")
+        self.low_precision = self.low_precision or torch.is_autocast_enabled(self.device)
+        try:
+            frozen = trained is False and torch.is_grad_enabled() and not _needs_grad((args, kwargs))
+            if frozen and self.no_grad:
+                with torch.no_grad():
+                    return function(module, *args, **kwargs)
+            if self.autocast:
+                with torch.autocast(self.device, torch.bfloat16):
+                    return function(module, *args, **kwargs)
+            output = function(module, *args, **kwargs)
+            if frozen and _needs_grad(output):
+                name = type(module).__name__
+                self.needless[name] = self.needless.get(name, 0) + 1
+            return output
+        finally:
+            clock.leave()
+            clock.background = "loss"
+
+    def _evaluate(self, function: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        clock = self.clock
+        clock.evaluation_mark()
+        clock.enter("evaluation")
+        began = time.perf_counter()
+        try:
+            key = id(module), _shapes((args, kwargs))
+            if "evaluation" in clock.skipped and key in self._outputs:
+                return self._outputs[key]
+            output = function(module, *args, **kwargs)
+            if "evaluation" in clock.skipped:
+                self._outputs[key] = output
+            return output
+        finally:
+            clock.note_line("evaluation", time.perf_counter() - began, depth=4)
+            clock.leave()
+            clock.evaluation_mark()
+
+    def _mode(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def train(module: torch.nn.Module, mode: bool = True) -> Any:
+            if not self._inside and self.clock.here and module.training != mode and self._known.get(module):
+                self.clock.evaluation_mark()
+            return function(module, mode)
+
+        return train
+
+
+def _needs_grad(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    if isinstance(value, dict) or hasattr(value, "values"):
+        return any(map(_needs_grad, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_needs_grad, value))
+
+
+def _shapes(value: Any) -> Any:
+    """Shapes of all tensors of the arguments: the output of an evaluation is given again for the same."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    if isinstance(value, dict):
+        return tuple((name, _shapes(one)) for name, one in sorted(value.items()))
+    return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else repr(type(value))
+
+
+def worst_line(clock: Clock, part: str) -> str | None:
+    """The line of the user's code that a part's time was spent in most."""
+    lines = {line: seconds for (of, line), (seconds, _) in clock.lines.items() if of == part}
+    return max(lines, key=lambda line: lines[line]) if lines else None
+
+
+def sync_lines(clock: Clock) -> list[tuple[str, float, float]]:
+    """(line, calls, seconds) of calls that read a tensor on the host, the longest first."""
+    found = [(line, calls, seconds) for (of, line), (seconds, calls) in clock.lines.items() if of == "sync"]
+    return sorted(found, key=lambda one: -one[2])

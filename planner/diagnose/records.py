@@ -1,0 +1,199 @@
+"""The records of a diagnosis: what a process of the script is asked (`Request`) and answers (`Answer`), and what comes
+out (`Diagnosis`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from autoplan.planner.records.trials import Interval
+from autoplan.record import Record
+
+Part = Literal[
+    "data", "loop", "copy", "forward", "loss", "backward", "optimizer", "saving", "logging", "evaluation", "gc"
+]
+
+PARTS: dict[Part, str] = {
+    "data": "waiting for the DataLoader",
+    "loop": "the loop's own code",
+    "copy": "copies to the device",
+    "forward": "forward",
+    "loss": "between forward and backward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "saving": "saving",
+    "logging": "logging",
+    "evaluation": "evaluation",
+    "gc": "garbage collection",
+}
+"""The parts of a step and their words. `loop` is what no hook knows outside forward and loss."""
+
+
+class PartTime(Record):
+    """One part of the steps that were looked at.
+
+    `seconds`, `low` and `high` are the mean, the 10th and the 90th percentile over the steps; `events` are the steps
+    that have it; `line` is the line of the user's code where most of it was spent, as `train.py:12`.
+    """
+
+    part: Part
+    seconds: float
+    low: float
+    high: float
+    share: float
+    events: int
+    line: str | None = None
+
+
+class SyncLine(Record):
+    """A line that reads a tensor on the host: how often in a step, and for how long (seconds a step)."""
+
+    line: str
+    calls: float
+    seconds: float
+
+
+class LoaderFacts(Record):
+    """The loader that a step waits for. `make_s` and `collate_s` are seconds of a step in this process."""
+
+    workers: int
+    persistent: bool
+    iterable: bool
+    starts: float
+    """How often in a step an epoch begins; `start_s` are the seconds of a step until its first batch is there."""
+    start_s: float
+    epoch_steps: float | None
+    make_s: float | None = None
+    collate_s: float | None = None
+    make_line: str | None = None
+
+
+class Facts(Record):
+    """What else the first steps showed of the script and its process."""
+
+    device: str
+    threads: int
+    cores: int
+    optimizer: str
+    can_fuse: bool
+    loader: LoaderFacts | None = None
+    padding: float = 0.0
+    """Share of the positions of a batch that are padding for all its samples."""
+    needless: tuple[str, ...] = ()
+    """Classes of modules whose gradients nobody uses."""
+    syncs: tuple[SyncLine, ...] = ()
+    compile_s: float = 0.0
+    """Seconds of a step in which torch.compile compiled again."""
+    graph_breaks: tuple[str, ...] = ()
+    bf16_gain: float | None = None
+    """How much faster a large matrix product is in bf16 than in fp32; None: the script has bf16 or fp16 already."""
+    throttled: float = 0.0
+    """Share of the time in which the limit on CPU time of the cgroup stopped this process."""
+
+
+class Observation(Record):
+    """The steps that were looked at: as the script is."""
+
+    steps: int
+    step_s: Interval
+    mean_s: float
+    parts: tuple[PartTime, ...]
+    facts: Facts
+
+    def share(self, part: Part) -> float:
+        """Of the time, in a part."""
+        return next((one.share for one in self.parts if one.part == part), 0.0)
+
+
+class Suspect(Record):
+    """A cause to remove: the switch that removes it, with its setting."""
+
+    switch: str
+    setting: int = 0
+    part: Part
+    worth: float
+    """The share of the time that is expected to go."""
+    cycle: int = 1
+    """Steps after which the cause comes again: a block has whole cycles."""
+    settle: int = 1
+    """Steps after a switch that do not count."""
+
+    @property
+    def key(self) -> str:
+        """The name of what is measured: `workers=4`, `saving`."""
+        return f"{self.switch}={self.setting}" if self.setting else self.switch
+
+
+class SwitchTrial(Record):
+    """A cause that was removed: pairs of (seconds of a step as it is, and without the cause), block beside block."""
+
+    suspect: Suspect
+    pairs: tuple[tuple[float, float], ...] = ()
+    why_not: str | None = None
+    """Why there are no, or not enough, pairs."""
+
+
+class Request(Record):
+    """What the process of a script is asked."""
+
+    script: str | None
+    """The file; None: the function that comes with the request."""
+    arguments: tuple[str, ...] = ()
+    budget_s: float
+    sandbox: str
+    seed: int = 0
+    without: tuple[str, ...] = ()
+    """Keys of what is not to be removed: the script failed with it."""
+    trials: tuple[SwitchTrial, ...] = ()
+    """What an earlier process measured; its pairs count."""
+    observation: Observation | None = None
+    trace: str | None = None
+
+
+class Answer(Record):
+    """How far the process of a script came."""
+
+    how: Literal["done", "running", "ended", "raised"] = "running"
+    steps: int = 0
+    observation: Observation | None = None
+    trials: tuple[SwitchTrial, ...] = ()
+    active: str | None = None
+    """The key of what was removed when the script ended."""
+    error: str | None = None
+    line: str | None = None
+    seconds: float = 0.0
+    refused: tuple[str, ...] = ()
+    """What the script wanted to write and could not."""
+
+
+class Finding(Record):
+    """One cause, what shows it, how to mend it and what that gives.
+
+    `gain` is how many times faster a step is without the cause, with its 95 % interval where `measured`; an estimate
+    is from the cause's own time, and its interval is its median.
+    """
+
+    cause: str
+    what: str
+    evidence: str
+    mend: str
+    gain: Interval
+    measured: bool
+    line: str | None = None
+
+
+class Diagnosis(Record):
+    """What makes a script slow, the costliest first; at most five findings, none for a healthy script."""
+
+    script: str
+    steps: int
+    step_s: Interval
+    parts: tuple[PartTime, ...]
+    findings: tuple[Finding, ...]
+    tested: tuple[SwitchTrial, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings

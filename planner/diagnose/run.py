@@ -1,0 +1,246 @@
+"""diagnose(): runs a training script that nobody edited, removes each suspected cause, and says what that gave."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from autoplan.errors import BudgetEndedError, UsageError, WorkloadError
+from autoplan.planner.diagnose.findings import find_causes, notes_of
+from autoplan.planner.diagnose.records import Answer, Diagnosis, Request
+from autoplan.planner.diagnose.session import LEAST_PAIRS
+from autoplan.planner.diagnose.suspects import find_suspects
+from autoplan.processes import Ended, ProcessReport, Progress, Task, Zygote, folder_prefix, limit_hit
+from autoplan.processes.cause import hanging_frame
+from autoplan.units import format_seconds, parse_duration_s, parse_memory_bytes
+
+DEFAULT_BUDGET_S = 60.0
+
+GRACE_S = 15.0
+"""After the budget, for a step that is long, and for an interpreter that starts."""
+
+MOST_RUNS = 5
+"""A script that is short is run again for what is left to measure, so often at the most."""
+
+LEAST_RUN_S = 5.0
+"""With less of the budget left the script is not run again."""
+
+MEMORY_SHARE = 0.8
+
+
+def _say_nothing(text: str) -> None:
+    pass
+
+
+def diagnose(
+    what: str | Path | Callable[[], object] | Any,
+    arguments: Sequence[str] = (),
+    *,
+    budget: str | float = DEFAULT_BUDGET_S,
+    memory_limit: str | int | None = None,
+    trace: str | Path | None = None,
+    on_progress: Callable[[str], None] = _say_nothing,
+) -> Diagnosis:
+    """Finds what makes a training slow, by removing each suspected cause and measuring whole steps.
+
+    The script runs in a process of its own, at most for the budget, from the start each time. What it would write goes
+    into a folder that is removed, loggers that talk to a network are off, its standard input is closed.
+
+    Args:
+        what: A script; or a function that trains, which is called without arguments; or an object with `train()`, such
+            as a Trainer. A function and an object are copied to the process.
+        arguments: Of the script.
+        budget: Seconds, or a text like "60s"; the processes are ended some seconds after it.
+        memory_limit: Host memory that the script may use, like "8GiB"; None: 80 % of what there is.
+        trace: Where to keep a trace of five steps for Perfetto.
+        on_progress: Is told what is being done.
+
+    Returns:
+        At most five findings, and where the time of a step goes.
+
+    Raises:
+        UsageError: there is no such script, or the budget is no duration.
+        WorkloadError: the script ended, failed, or used too much memory before enough steps.
+        BudgetEndedError: no, or not enough, optimizer steps in the budget.
+    """
+    began = time.monotonic()
+    budget_s = parse_duration_s(budget)
+    script, function = _read(what)
+    name = Path(script).name if script else getattr(what, "__qualname__", type(what).__name__)
+    folder = Path(tempfile.mkdtemp(prefix=folder_prefix("doctor")))
+    place = None if trace is None else Path(trace).absolute()
+    try:
+        request = Request(
+            script=script,
+            arguments=tuple(map(str, arguments)),
+            budget_s=budget_s,
+            sandbox=str(folder),
+            trace=None if place is None else str(folder / "trace.json"),
+        )
+        with Zygote(preload=()) as zygote:
+            runs = _Runs(zygote, request, function, name, _limit_bytes(memory_limit), on_progress)
+            answer = runs.go()
+        if place is not None and (folder / "trace.json").exists():
+            shutil.copyfile(folder / "trace.json", place)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    seen = answer.observation
+    assert seen is not None
+    findings = find_causes(answer)
+    return Diagnosis(
+        script=name,
+        steps=answer.steps,
+        step_s=seen.step_s,
+        parts=seen.parts,
+        findings=tuple(findings),
+        tested=answer.trials,
+        notes=(*runs.notes, *notes_of(answer, seen, findings)),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _read(what: Any) -> tuple[str | None, Callable[[], object] | None]:
+    """(script, None) or (None, function)."""
+    if isinstance(what, (str, os.PathLike)):
+        path = Path(what)
+        if not path.is_file():
+            raise UsageError(f"there is no script {path}", hint="Give the file of a training script.")
+        return str(path.absolute()), None
+    train = getattr(what, "train", None)
+    function = what if callable(what) and not hasattr(what, "parameters") and train is None else train
+    if not callable(function) or hasattr(what, "parameters"):
+        raise UsageError(
+            f"{type(what).__name__} is no script, no function and has no train()",
+            hint="Give the path of a script, a function that trains, or a Trainer.",
+        )
+    return None, function
+
+
+def _limit_bytes(given: str | int | None) -> int:
+    from autoplan.probes.run import read_host_profile
+
+    limit = MEMORY_SHARE if given is None else parse_memory_bytes(given)
+    if isinstance(limit, int):
+        return limit
+    total = read_host_profile().host.memory_total_bytes.value
+    return int(limit * (total or 2**40))
+
+
+class _Runs:
+    """The processes of one script, one after another, until all is measured or the budget is over."""
+
+    def __init__(
+        self,
+        zygote: Zygote,
+        request: Request,
+        function: Callable[[], object] | None,
+        name: str,
+        limit_bytes: int,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        self.zygote, self.request, self.function, self.name = zygote, request, function, name
+        self.limit_bytes, self.on_progress = limit_bytes, on_progress
+        self.notes: list[str] = []
+        self._said = ""
+
+    def go(self) -> Answer:
+        """Runs the script until the answer is whole, or nothing more comes."""
+        until = time.monotonic() + self.request.budget_s
+        answer, steps = Answer(), 0
+        for number in range(MOST_RUNS):
+            left_s = until - time.monotonic()
+            if number and left_s < LEAST_RUN_S:
+                break
+            report = self._run(max(left_s, 1.0))
+            found = Answer.model_validate(report.ranks[0].result or {})
+            steps += found.steps
+            if found.observation is None:
+                raise self._no_steps(report, found)
+            progress = sum(len(one.pairs) for one in found.trials) - sum(len(one.pairs) for one in answer.trials)
+            answer = found
+            if not self._goes_on(report, found, progress):
+                break
+        return answer.model_copy(update={"steps": steps})
+
+    def _run(self, budget_s: float) -> ProcessReport:
+        self.on_progress(f"starting {self.name}")
+        task = Task(
+            target="autoplan.planner.diagnose.worker:run_script",
+            args=(self.request.model_copy(update={"budget_s": budget_s}), self.function),
+            total_deadline_s=budget_s + GRACE_S,
+            memory_limit_bytes=self.limit_bytes,
+        )
+        return self.zygote.run(task, on_progress=self._tell)
+
+    def _tell(self, progress: Progress) -> None:
+        facts = progress.facts[0] if progress.facts else {}
+        if facts.get("doing", self._said) != self._said:
+            self._said = facts["doing"]
+            self.on_progress(f"{self.name}: {facts['doing']}")
+
+    def _goes_on(self, report: ProcessReport, found: Answer, progress: int) -> bool:
+        """Whether the script is run again: without what it failed with, or for what is left to measure."""
+        without = self.request.without
+        if found.active is not None and (found.how == "raised" or report.ended is not Ended.FINISHED):
+            why = found.error or report.describe()
+            self.notes.append(f"without {found.active} the script failed, so it was not measured: {why}")
+            without = (*without, found.active)
+        elif found.how == "raised":
+            self.notes.append(f"the script failed after {found.steps} steps: {_at(found)}")
+        assert found.observation is not None
+        whole = {one.suspect.key for one in found.trials if len(one.pairs) >= LEAST_PAIRS or one.why_not}
+        left = [one for one in find_suspects(found.observation) if one.key not in {*whole, *without}]
+        self.request = self.request.model_copy(
+            update={"without": without, "observation": found.observation, "trials": found.trials, "trace": None}
+        )
+        return found.how != "done" and bool(left) and (progress > 0 or len(without) > 0 or found.how == "ended")
+
+    def _no_steps(self, report: ProcessReport, found: Answer) -> Exception:
+        """The one sentence for a script that did not come so far."""
+        name, steps = self.name, found.steps
+        counted = f"{steps} optimizer steps" if steps else "an optimizer step"
+        few = f"after {counted}, which are too few to see where the time goes" if steps else f"without {counted}"
+        if found.error is not None and found.error.startswith("EOFError"):
+            return WorkloadError(
+                f"{name} asked for input{_where(found)}, and its standard input is closed",
+                hint="Give it what it asks for as arguments, after --.",
+            )
+        if found.how == "raised":
+            tail = report.ranks[0].stderr_tail.strip().splitlines()
+            said = f": {tail[-1][:200]}" if tail and (found.error or "").startswith("exit code") else ""
+            return WorkloadError(
+                f"{name} failed {few}: {_at(found)}{said}",
+                hint="See that it trains by itself: python, its name and its arguments.",
+            )
+        hit = limit_hit(report, f"the run of {name}")
+        if hit is not None and hit.kind == "memory":
+            return WorkloadError(hit.text, hint=hit.hint)
+        if report.ended is Ended.DEADLINE:
+            frame = hanging_frame(report)
+            place = "" if frame is None else f" (it was in {re.sub(', in .*', '', frame)})"
+            return BudgetEndedError(
+                f"{name} made {counted if steps else 'no optimizer step'} in "
+                f"{format_seconds(self.request.budget_s)}{place}",
+                hint="Give a larger --budget. Only steps of torch.optim optimizers in the first process are seen.",
+            )
+        if report.ended is not Ended.FINISHED:
+            return WorkloadError(f"{name} was ended: {report.describe()}", hint="See that it trains by itself.")
+        return WorkloadError(
+            f"{name} ended {few}",
+            hint="Give it the arguments with which it trains, after --. Only steps of torch.optim optimizers in the "
+            "first process are seen.",
+        )
+
+
+def _where(found: Answer) -> str:
+    return f" at {found.line}" if found.line else ""
+
+
+def _at(found: Answer) -> str:
+    return f"{found.error}{_where(found)}"

@@ -1,0 +1,348 @@
+"""The course of a script: warm-up, the steps that are looked at, then blocks of steps with and without each cause.
+
+The end of each optimizer step hands over to `Session.on_step`, which goes on with the course until the next step is
+needed. Blocks of a pair lie side by side in the order A-B-B-A, the first drawn, so that a drift of the machine cancels.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+
+from autoplan.planner.diagnose.clock import Clock, LineSampler, Step
+from autoplan.planner.diagnose.hooks import Hooks, sync_lines, worst_line
+from autoplan.planner.diagnose.records import (
+    PARTS,
+    Answer,
+    Facts,
+    LoaderFacts,
+    Observation,
+    PartTime,
+    Request,
+    Suspect,
+    SwitchTrial,
+    SyncLine,
+)
+from autoplan.planner.diagnose.sandbox import Sandbox
+from autoplan.planner.diagnose.suspects import MOST_WORKERS, find_suspects, workers_suspect
+from autoplan.planner.diagnose.switches import can_fuse, remove
+from autoplan.planner.trials.measure import median_interval
+from autoplan.planner.verify.meter import WARM_UP_STEPS
+from autoplan.probes.cgroup import cpu_stat_path
+from autoplan.probes.cpu import read_throttling
+
+LOOK_STEPS = 20
+"""Steps that are looked at; fewer where they take longer than LOOK_SHARE of the budget, but LEAST_LOOK_STEPS."""
+
+LOOK_SHARE, LEAST_LOOK_STEPS, LEAST_LOOK_S = 0.25, 4, 1.0
+
+MOST_LOOK_STEPS = 2000
+
+PAIRS, LEAST_PAIRS = 6, 3
+"""Pairs of blocks of a cause: with six, Student's t is 2.6 times the standard error; with two it is 4.3 and more."""
+
+BLOCK_S = 0.25
+"""A block is no shorter: a moment of other work on the machine should not fill it."""
+
+STILL_WAITS = 0.25
+"""With the workers that were tried, the step still waits for more of the time than this: more are tried."""
+
+Course = Generator[None, Step, Any]
+
+
+class Session:
+    """What happens between the steps of one script.
+
+    Args:
+        request: What is asked.
+        sandbox: Where the script's writes go.
+        report: Takes the answer so far; it is called after each piece.
+        end: Ends the process.
+        tell: Takes the words for what is done.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        sandbox: Sandbox,
+        report: Callable[[Answer], None],
+        end: Callable[[], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.request, self.sandbox = request, sandbox
+        self._report, self._end, self._tell = report, end, tell
+        self.clock = Clock()
+        self.hooks = Hooks(self.clock, sandbox, self.on_step)
+        self.answer = Answer(observation=request.observation, trials=request.trials)
+        self._began = time.monotonic()
+        self._steps = 0
+        self._random = random.Random(request.seed)
+        self._clock_is_open = False
+        self._course = self._run()
+        next(self._course)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.request.budget_s - (time.monotonic() - self._began)
+
+    def on_step(self) -> None:
+        """The end of an optimizer step of the script."""
+        self._steps += 1
+        if self._clock_is_open:
+            try:
+                self._course.send(self.clock.close())
+            except StopIteration:
+                self.keep(how="done")
+                self._end()
+        self._clock_is_open = True
+        self.clock.open()
+
+    def keep(self, **changed: Any) -> None:
+        """Changes the answer, and writes it down."""
+        seconds = time.monotonic() - self._began
+        refused = tuple(dict.fromkeys(self.sandbox.refused))
+        self.answer = self.answer.model_copy(
+            update={"steps": self._steps, "seconds": seconds, "refused": refused} | changed
+        )
+        self._report(self.answer)
+
+    # The course. Each `yield` waits for the end of a step.
+
+    def _run(self) -> Course:
+        self._tell("waiting for the first steps")
+        for _ in range(WARM_UP_STEPS):
+            yield
+            self.hooks.look_again()
+        seen = self.answer.observation
+        if seen is None:
+            seen = yield from self._look()
+            self.keep(observation=seen)
+        if self.request.trace is not None:
+            yield from self._trace(self.request.trace)
+        suspects = [one for one in find_suspects(seen) if one.key not in self.request.without]
+        for place, suspect in enumerate(suspects):
+            yield from self._try(suspect, seen, self.left_s / (len(suspects) - place))
+            if suspect.switch == "workers":
+                yield from self._try_more_workers(suspect, seen)
+
+    def _look(self) -> Course:
+        """Looks at steps as they are: enough of them that what comes seldom is seen, as far as the budget goes."""
+        self._tell("looking at the steps as they are")
+        most_s = LOOK_SHARE * self.request.budget_s
+        self.clock.forget()
+        self.hooks.loaders.restart()
+        self.hooks.modules.needless.clear()
+        sampler, began, compiled = LineSampler(self.clock), time.monotonic(), compile_seconds()
+        throttled = read_throttling(cpu_stat_path())[1]
+        sampler.start()
+        steps: list[Step] = []
+        while len(steps) < MOST_LOOK_STEPS:
+            steps.append((yield))
+            spent = time.monotonic() - began
+            enough = len(steps) >= LOOK_STEPS and spent >= min(LEAST_LOOK_S, most_s) and spent >= most_s / 4
+            if enough or (spent > most_s and len(steps) >= LEAST_LOOK_STEPS):
+                break
+        sampler.stop()
+        spent = time.monotonic() - began
+        facts = self._facts(len(steps), (compile_seconds() - compiled) / len(steps))
+        stopped = (read_throttling(cpu_stat_path())[1] - throttled) / spent
+        facts = facts.model_copy(update={"throttled": stopped})
+        return observe(steps, facts, self.clock, sampler)
+
+    def _facts(self, steps: int, compile_s: float) -> Facts:
+        hooks, loaders = self.hooks, self.hooks.loaders
+        loader, optimizer = loaders.loader, hooks.anchor
+        parameters = [one for group in optimizer.param_groups for one in group["params"]] if optimizer else []
+        device = parameters[0].device.type if parameters else "cpu"
+        hooks.modules.device = device
+        low = hooks.modules.low_precision or any(one.dtype in (torch.bfloat16, torch.float16) for one in parameters)
+        syncs = [SyncLine(line=line, calls=n / steps, seconds=s / steps) for line, n, s in sync_lines(self.clock)[:5]]
+        found = None
+        if loader is not None and loaders.got:
+            found = LoaderFacts(
+                workers=loader.num_workers,
+                persistent=bool(loader.persistent_workers),
+                iterable=isinstance(loader.dataset, torch.utils.data.IterableDataset),
+                starts=loaders.starts / steps,
+                start_s=loaders.start_s / steps,
+                epoch_steps=steps / loaders.starts if loaders.starts else None,
+                make_s=None if loader.num_workers else loaders.make_s / steps,
+                collate_s=None if loader.num_workers else loaders.collate_s / steps,
+                make_line=line_of(type(loader.dataset), "__getitem__"),
+            )
+        return Facts(
+            device=device,
+            threads=torch.get_num_threads(),
+            cores=len(os.sched_getaffinity(0)),
+            optimizer=type(optimizer).__name__,
+            can_fuse=can_fuse(optimizer),
+            loader=found,
+            padding=statistics.median(loaders.padding) if loaders.padding else 0.0,
+            needless=tuple(hooks.modules.needless),
+            syncs=tuple(syncs),
+            compile_s=compile_s,
+            graph_breaks=graph_breaks(),
+            bf16_gain=None if low else bf16_gain(device),
+        )
+
+    def _trace(self, path: str) -> Course:
+        """A trace of a few steps for Perfetto; no shapes, no stacks and no values of arguments."""
+        self._tell("tracing five steps")
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(5):
+                yield
+        profiler.export_chrome_trace(path)
+
+    # One cause.
+
+    def _try_more_workers(self, suspect: Suspect, seen: Observation) -> Course:
+        """More workers than cores, where samples wait for something else than the processor."""
+        trial = next((one for one in self.answer.trials if one.suspect.key == suspect.key), None)
+        bound = next((one for one in self.answer.trials if one.suspect.switch == "batches"), None)
+        if trial is None or bound is None or not trial.pairs or not bound.pairs:
+            return
+        with_workers, without = (statistics.median(b for _, b in one.pairs) for one in (trial, bound))
+        more = min(MOST_WORKERS, 4 * suspect.setting)
+        if with_workers > (1 + STILL_WAITS) * without and more > suspect.setting:
+            again = workers_suspect(seen, more)
+            if again.key not in self.request.without:
+                yield from self._try(again, seen, self.left_s / 2)
+
+    def _try(self, suspect: Suspect, seen: Observation, time_s: float) -> Course:
+        """The pairs of blocks of a cause, as far as its time goes."""
+        trial = next((one for one in self.answer.trials if one.suspect.key == suspect.key), None)
+        trial = trial or SwitchTrial(suspect=suspect)
+        wanted = PAIRS - len(trial.pairs)
+        if wanted <= 0:
+            return
+        steps = block_steps(suspect, seen.mean_s)
+        pair_s = (2 * steps + 2 * suspect.settle) * seen.mean_s
+        if pair_s * LEAST_PAIRS > self.left_s or pair_s * min(wanted, LEAST_PAIRS) > 2 * time_s:
+            self._note(trial.model_copy(update={"why_not": "the time was too short for it"}))
+            return
+        self._tell(f"without the cause: {suspect.key}")
+        until = time.monotonic() + min(time_s, self.left_s)
+        first = self._random.random() < 0.5
+        for number in range(wanted):
+            if number >= LEAST_PAIRS and time.monotonic() > until:
+                break
+            order = (True, False) if first ^ bool(number % 2) else (False, True)
+            took: dict[bool, float] = {}
+            for removed in order:
+                took[removed] = yield from self._block(suspect, removed, steps)
+            trial = trial.model_copy(update={"pairs": (*trial.pairs, (took[False], took[True]))})
+            self._note(trial)
+
+    def _block(self, suspect: Suspect, removed: bool, steps: int) -> Course:
+        """Seconds of a step in a block of them."""
+        undo = remove(self.hooks, suspect) if removed else None
+        self.answer = self.answer.model_copy(update={"active": suspect.key if removed else None})
+        for _ in range(suspect.settle):
+            yield
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            yield
+        synchronize()
+        seconds = (time.perf_counter() - began) / steps
+        if undo is not None:
+            undo()
+        self.answer = self.answer.model_copy(update={"active": None})
+        return seconds
+
+    def _note(self, trial: SwitchTrial) -> None:
+        others = [one for one in self.answer.trials if one.suspect.key != trial.suspect.key]
+        self.keep(trials=(*others, trial))
+
+
+def block_steps(suspect: Suspect, step_s: float) -> int:
+    """Steps of a block: whole cycles of what is removed, and BLOCK_S at the least."""
+    least = max(2, math.ceil(BLOCK_S / max(step_s, 1e-6)))
+    return math.ceil(least / suspect.cycle) * suspect.cycle
+
+
+def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler) -> Observation:
+    """From the steps to their parts, the largest first."""
+    whole = statistics.fmean(step.seconds for step in steps)
+    parts = []
+    for part in PARTS:
+        own = sorted(max(0.0, step.parts.get(part, 0.0)) for step in steps)
+        mean = statistics.fmean(own)
+        if mean > 0:
+            line = worst_line(clock, part) or (sampler.line_of(part) if part in ("loop", "loss", "data") else None)
+            found = PartTime(
+                part=part,
+                seconds=mean,
+                low=own[len(own) // 10],
+                high=own[-1 - len(own) // 10],
+                share=mean / whole,
+                events=sum(seconds > 0 for seconds in own),
+                line=sampler.line_of(part) or line if part == "data" else line,
+            )
+            parts.append(found)
+    return Observation(
+        steps=len(steps),
+        step_s=median_interval([step.seconds for step in steps]),
+        mean_s=whole,
+        parts=tuple(sorted(parts, key=lambda one: -one.seconds)),
+        facts=facts,
+    )
+
+
+def synchronize() -> None:
+    """Waits for the device, where there is one in use."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def line_of(kind: type, name: str) -> str | None:
+    """Where a class defines a function, as `data.py:7`; None for what is written in C."""
+    code = getattr(getattr(kind, name, None), "__code__", None)
+    return None if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
+def compile_seconds() -> float:
+    """Seconds that torch.compile has spent in this process so far."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    metrics = getattr(utils, "compilation_time_metrics", {})
+    return sum(metrics.get("_compile.compile_inner", ()))
+
+
+def graph_breaks() -> tuple[str, ...]:
+    """The reasons of the graph breaks of torch.compile so far, in one line each, the most frequent first."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    reasons = getattr(utils, "counters", {}).get("graph_break", {})
+    ranked: Iterator[tuple[str, int]] = iter(sorted(reasons.items(), key=lambda one: -one[1]))
+    return tuple(str(reason).strip().partition("\n")[0][:120] for reason, _ in ranked)[:3]
+
+
+def bf16_gain(device: str) -> float | None:
+    """How much faster a product of two matrices of 1024 x 1024 is in bf16: the best of five each, after one.
+
+    None for a processor without instructions for it, where one product may take seconds.
+    """
+    if device == "cpu" and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return None
+    took = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        one = torch.ones(1024, 1024, dtype=dtype, device=device)
+        times = []
+        for _ in range(6):
+            began = time.perf_counter()
+            one @ one
+            synchronize()
+            times.append(time.perf_counter() - began)
+        took[dtype] = min(times[1:])
+    return took[torch.float32] / took[torch.bfloat16]

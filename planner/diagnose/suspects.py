@@ -1,0 +1,91 @@
+"""Which causes are worth removing, by what the first steps showed; in the order of what they may be worth."""
+
+from __future__ import annotations
+
+import math
+
+from autoplan.planner.diagnose.records import Observation, Part, Suspect
+
+LEAST_SHARE = 0.03
+"""Less of the time is not worth a mend."""
+
+LEAST_PADDING = 0.15
+"""A share of padding below this is usual for batches of texts."""
+
+LEAST_OPTIMIZER = 0.05
+"""A fused optimizer saves about half of the optimizer's time, by torch's own benchmarks: less is within noise."""
+
+LEAST_BF16 = 1.3
+"""A product that is less faster than this in bf16 gains nothing in a whole step: casts cost some."""
+
+PREFETCH = 2
+"""Batches that each worker of a DataLoader makes ahead, by default."""
+
+MOST_WORKERS = 16
+
+
+def find_suspects(seen: Observation) -> list[Suspect]:
+    """The causes to remove, the largest first."""
+    found = [*_of_loader(seen), *_of_parts(seen), *_of_process(seen)]
+    return sorted(found, key=lambda one: -one.worth)
+
+
+def _of_loader(seen: Observation) -> list[Suspect]:
+    loader, share = seen.facts.loader, seen.share("data")
+    if loader is None or share < LEAST_SHARE:
+        return []
+    ahead = loader.workers * PREFETCH + 1
+    found = [Suspect(switch="batches", part="data", worth=share, settle=ahead)]
+    if loader.workers == 0 and not loader.iterable:
+        found += [workers_suspect(seen, max(2, seen.facts.cores))]
+    elif loader.workers and loader.workers < seen.facts.cores:
+        found += [workers_suspect(seen, seen.facts.cores)]
+    epoch = loader.epoch_steps
+    if loader.workers and not loader.persistent and epoch and loader.start_s > LEAST_SHARE * seen.mean_s:
+        steps = math.ceil(epoch)
+        worth = min(share, loader.start_s / seen.mean_s)
+        found += [Suspect(switch="persistent", part="data", worth=worth + 0.01, cycle=steps, settle=2 * steps)]
+    return found
+
+
+def workers_suspect(seen: Observation, workers: int) -> Suspect:
+    """The loader with so many workers: after a switch the batches that they have made ahead do not count."""
+    share = seen.share("data")
+    worth = share * (1 - 1 / workers)
+    return Suspect(switch="workers", setting=workers, part="data", worth=worth, settle=workers * PREFETCH + 2)
+
+
+def _of_parts(seen: Observation) -> list[Suspect]:
+    found = []
+    names: tuple[tuple[Part, str], ...] = (
+        ("saving", "saving"),
+        ("logging", "logging"),
+        ("evaluation", "evaluation"),
+        ("gc", "freeze"),
+        ("gc", "gc"),
+    )
+    for one in seen.parts:
+        for part, switch in names:
+            if one.part == part and one.share >= LEAST_SHARE:
+                cycle = 1 if one.events >= 0.9 * seen.steps else math.ceil(seen.steps / max(1, one.events))
+                less = 0.001 if switch == "gc" else 0.0  # after the one that keeps a collector
+                found.append(Suspect(switch=switch, part=part, worth=one.share - less, cycle=cycle))
+    return found
+
+
+def _of_process(seen: Observation) -> list[Suspect]:
+    facts, found = seen.facts, []
+    work = sum(seen.share(part) for part in ("forward", "loss", "backward", "optimizer"))
+    if facts.device == "cpu" and facts.threads != facts.cores:
+        worth = work * (1 - 1 / max(1, facts.threads / facts.cores, facts.cores / facts.threads)) / 2
+        found.append(Suspect(switch="threads", setting=facts.cores, part="forward", worth=worth, settle=2))
+    if facts.can_fuse and seen.share("optimizer") >= LEAST_OPTIMIZER:
+        found.append(Suspect(switch="fused", part="optimizer", worth=seen.share("optimizer") / 2))
+    if facts.padding >= LEAST_PADDING:
+        found.append(Suspect(switch="padding", part="forward", worth=facts.padding * work))
+    if facts.needless:
+        found.append(Suspect(switch="no_grad", part="backward", worth=seen.share("backward") / 2))
+    if facts.bf16_gain is not None and facts.bf16_gain >= LEAST_BF16:
+        products = seen.share("forward") + seen.share("backward")
+        found.append(Suspect(switch="bf16", part="forward", worth=products * (1 - 1 / facts.bf16_gain) / 2))
+    return [one for one in found if one.worth >= LEAST_SHARE / 2]

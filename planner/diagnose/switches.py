@@ -1,0 +1,126 @@
+"""How each cause is removed while the script runs, and put back: `on()` removes it, `off()` undoes that.
+
+A switch changes nothing that the user keeps: the process is ended afterwards, and nothing of it is saved.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoplan.planner.diagnose.hooks import Hooks
+from autoplan.planner.diagnose.records import Suspect
+
+Undo = Callable[[], object]
+
+
+def remove(hooks: Hooks, suspect: Suspect) -> Undo:
+    """Removes a cause; returns what puts it back."""
+    return SWITCHES[suspect.switch](hooks, suspect.setting)
+
+
+def _skip(part: str) -> Callable[[Hooks, int], Undo]:
+    def switch(hooks: Hooks, setting: int) -> Undo:
+        hooks.clock.skipped.add(part)
+
+        def undo() -> None:
+            hooks.clock.skipped.discard(part)
+            hooks.modules.forget()
+
+        return undo
+
+    return switch
+
+
+def _flag(owner: str, name: str) -> Callable[[Hooks, int], Undo]:
+    def switch(hooks: Hooks, setting: int) -> Undo:
+        target = getattr(hooks, owner)
+        setattr(target, name, True)
+        return lambda: setattr(target, name, False)
+
+    return switch
+
+
+def _workers(hooks: Hooks, setting: int) -> Undo:
+    hooks.loaders.workers = setting
+    return hooks.loaders.stop_workers
+
+
+def _persistent(hooks: Hooks, setting: int) -> Undo:
+    loader: Any = hooks.loaders.loader
+    vars(loader)["persistent_workers"] = True  # its own __setattr__ refuses that
+
+    def undo() -> None:
+        vars(loader)["persistent_workers"] = False
+        loader._iterator = None  # its workers end with the epoch that goes over them
+
+    return undo
+
+
+def _threads(hooks: Hooks, setting: int) -> Undo:
+    before = torch.get_num_threads()
+    torch.set_num_threads(setting)
+    return lambda: torch.set_num_threads(before)
+
+
+def _gc(hooks: Hooks, setting: int) -> Undo:
+    gc.disable()
+    return gc.enable
+
+
+def _freeze(hooks: Hooks, setting: int) -> Undo:
+    gc.collect()
+    gc.freeze()
+    return gc.unfreeze
+
+
+def _fused(hooks: Hooks, setting: int) -> Undo:
+    """The fused step of the optimizer that marks the steps; its counts of steps go to the device of the parameters."""
+    optimizer: Any = hooks.anchor
+    before = [(group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = True, False
+    for parameter, state in optimizer.state.items():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(parameter.device, torch.float32)
+
+    def undo() -> None:
+        for group, (fused, foreach) in zip(optimizer.param_groups, before, strict=True):
+            group["fused"], group["foreach"] = fused, foreach
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].cpu()
+
+    return undo
+
+
+SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
+    "batches": _flag("loaders", "replay"),
+    "workers": _workers,
+    "persistent": _persistent,
+    "saving": _skip("saving"),
+    "logging": _skip("logging"),
+    "evaluation": _skip("evaluation"),
+    "gc": _gc,
+    "freeze": _freeze,
+    "threads": _threads,
+    "fused": _fused,
+    "padding": _flag("loaders", "crop"),
+    "no_grad": _flag("modules", "no_grad"),
+    "bf16": _flag("modules", "autocast"),
+}
+"""By name: what removes a cause, given the setting of the suspect."""
+
+
+def can_fuse(optimizer: Any) -> bool:
+    """Whether the optimizer has a fused step here, and does not use it."""
+    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    if type(optimizer) not in kinds or any(group.get("fused") for group in optimizer.param_groups):
+        return False
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    plain = all(one.is_floating_point() and one.device.type in ("cpu", "cuda") for one in parameters)
+    flags = ("differentiable", "capturable")
+    return plain and not any(group.get(flag) for group in optimizer.param_groups for flag in flags)

@@ -1,0 +1,94 @@
+"""The process of the script: hooks and sandbox first, then the script as `python script.py` runs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autoplan.planner.diagnose.records import Request
+from autoplan.processes import RankContext
+from autoplan.processes.cause import is_users_file
+from autoplan.processes.script import run_as_main
+
+
+def run_script(context: RankContext, request: Request, function: Callable[[], Any] | None) -> None:
+    """Runs the script, or the function, until the session ends the process or it ends by itself.
+
+    Args:
+        context: Of this process; its result is the `Answer`, written anew after each piece.
+        request: What is asked.
+        function: Runs in the place of a script.
+    """
+    context.phase("script")
+    import torch  # noqa: F401  (the hooks below replace functions of it)
+
+    from autoplan.planner.diagnose.sandbox import Sandbox
+    from autoplan.planner.diagnose.session import Session
+
+    sandbox = Sandbox(Path(request.sandbox), free=_free_folders(context))
+
+    def report(answer: Any) -> None:
+        context.report(answer)
+
+    def end() -> None:
+        _flush()
+        os._exit(0)  # also out of a script that catches every exception
+
+    session = Session(request, sandbox, report, end, lambda text: context.heartbeat(doing=text))
+    session.hooks.install()
+    sandbox.install()
+    try:
+        if request.script is None:
+            assert function is not None
+            function()
+        else:
+            sys.argv = [request.script, *request.arguments]
+            sys.path.insert(0, os.path.dirname(os.path.realpath(request.script)))
+            run_as_main(request.script)
+        session.keep(how="ended")
+    except SystemExit as stop:
+        how, error = ("ended", None) if stop.code in (None, 0) else ("raised", f"exit code {_code(stop)}")
+        if not isinstance(stop.code, (int, type(None))):
+            print(stop.code, file=sys.stderr)
+        session.keep(how=how, error=error)
+    except BaseException as error:
+        session.keep(how="raised", error=_describe(error), line=_line_of(error))
+    _flush()
+    os._exit(0)  # what the script has registered for its end is of no use here
+
+
+def _free_folders(context: RankContext) -> tuple[str, ...]:
+    """Where the process itself writes: its results, and caches of compiled code."""
+    caches = (os.environ.get(name, "") for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"))
+    return (str(context.directory), *caches)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:
+            pass
+
+
+def _code(stop: SystemExit) -> str:
+    return str(stop.code) if isinstance(stop.code, int) else "1"
+
+
+def _describe(error: BaseException) -> str:
+    """The class and the first line of the text of an exception."""
+    try:
+        text = str(error).strip().partition("\n")[0][:200]
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _line_of(error: BaseException) -> str | None:
+    """The innermost line of the user's own code, without its text."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else None

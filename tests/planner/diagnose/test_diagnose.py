@@ -1,0 +1,96 @@
+"""autoplan doctor on scripts with a planted cause: it is named first, and what it gives is measured by removing it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autoplan
+from autoplan.errors import BudgetEndedError, UsageError, WorkloadError
+from autoplan.planner.diagnose.records import Diagnosis
+
+SCRIPTS = Path(__file__).parent / "scripts"
+CORES = str(len(os.sched_getaffinity(0)))
+
+
+def diagnose(name: str, *arguments: object, budget: float = 40.0, threads: str = "1") -> Diagnosis:
+    """A diagnosis of one of the scripts; with one thread other work on the machine stalls a step least."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", threads)
+        return autoplan.diagnose(SCRIPTS / name, list(map(str, arguments)), budget=budget)
+
+
+def test_a_slow_loader_is_found_and_workers_mend_it() -> None:
+    found = diagnose("loader.py")
+    first = found.findings[0]
+    assert first.cause == "workers" and first.measured and "num_workers=" in first.mend
+    assert first.gain.low > 1.3 and found.parts[0].part == "data" and found.parts[0].share > 0.7
+    batches = next(one for one in found.tested if one.suspect.switch == "batches")
+    assert len(batches.pairs) >= 3 and all(as_is > 4 * without for as_is, without in batches.pairs)
+
+
+def test_saving_is_found_and_nothing_is_written(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("kept")
+    found = diagnose("saving.py", tmp_path)
+    first = found.findings[0]
+    assert (first.cause, first.measured, first.line) == ("saving", True, "saving.py:22")
+    assert first.gain.low > 1.5
+    assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "kept"
+
+
+def test_a_healthy_script_has_no_finding_and_a_table() -> None:
+    found = diagnose("healthy.py", budget=25.0, threads=CORES)
+    assert found.healthy, found.findings
+    shares = {one.part: one.share for one in found.parts}
+    assert shares["forward"] + shares["backward"] + shares["optimizer"] > 0.7
+    assert sum(shares.values()) == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("input", WorkloadError, "asked for input at ends.py:6"),
+        ("raises", WorkloadError, "ends.py:8"),
+        ("status", WorkloadError, "the data is not here"),
+        ("nothing", WorkloadError, "ended without an optimizer step"),
+    ],
+)
+def test_a_script_without_a_step_gets_one_sentence(how: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        diagnose("ends.py", how, budget=30.0)
+
+
+def test_a_script_that_never_steps_is_ended_though_it_catches_everything() -> None:
+    with pytest.raises(BudgetEndedError, match=r"no optimizer step in 1.00 s \(it was in ends.py, line 1\d\)"):
+        diagnose("ends.py", "loops", budget=1.0)
+
+
+def test_a_script_that_takes_all_memory_is_ended() -> None:
+    with pytest.raises(WorkloadError, match="host memory"):
+        autoplan.diagnose(SCRIPTS / "ends.py", ["memory"], budget=30.0, memory_limit="1GiB")
+
+
+def test_what_is_no_script_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no script"):
+        autoplan.diagnose(tmp_path / "none.py")
+    with pytest.raises(UsageError, match="no function"):
+        autoplan.diagnose(3)
+
+
+def test_the_command_prints_one_document_and_keeps_a_trace(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "autoplan", "doctor", str(SCRIPTS / "saving.py"), "--budget", "25s", "--json"]
+    command += ["--trace", str(tmp_path / "trace.json"), "--", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["status"] == "ok" and document["findings"][0]["cause"] == "saving"
+    assert "saving.py: 1 finding" in document["headline"]
+    assert any(
+        "backward" in event.get("name", "")
+        for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    )
