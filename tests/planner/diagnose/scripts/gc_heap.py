@@ -10,7 +10,7 @@ gc.set_threshold(700, 2, 1)
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 inputs, labels = torch.randn(32, 32), torch.randint(0, 4, (32,))
-for step in range(100_000):
+for _ in range(100_000):
     records = [[number] for number in range(3_000)]
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(inputs), labels).backward()

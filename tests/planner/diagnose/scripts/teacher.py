@@ -11,7 +11,7 @@ def net(width):
 student, teacher = net(64), net(1024)
 optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
 inputs = torch.randn(256, 128)
-for step in range(1_000_000):
+for _ in range(1_000_000):
     loss = nn.functional.mse_loss(student(inputs), teacher(inputs))
     optimizer.zero_grad()
     loss.backward()

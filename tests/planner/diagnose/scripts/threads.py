@@ -7,7 +7,7 @@ torch.set_num_threads(64)
 model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 inputs = torch.randn(512, 256)
-for step in range(1_000_000):
+for _ in range(1_000_000):
     optimizer.zero_grad()
     model(inputs).square().mean().backward()
     optimizer.step()
