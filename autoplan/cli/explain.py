@@ -20,6 +20,7 @@ from autoplan.cli.plans import (
     load_plan,
 )
 from autoplan.errors import UsageError
+from autoplan.units import format_number
 
 if TYPE_CHECKING:
     from autoplan.planner.plan.plan import Plan
@@ -117,9 +118,6 @@ def explain_knobs(plan: Plan, only: str | None) -> list[dict[str, Any]]:
     return explained
 
 
-NOT_CHOSEN = "its plain value: the search had no other value to choose from"
-
-
 def _tried(plan: Plan, knob: str) -> list[dict[str, Any]]:
     """The values of a knob that trials had: how many trials, the best rate, and how the others ended."""
     from statistics import median
@@ -147,8 +145,6 @@ def _tried(plan: Plan, knob: str) -> list[dict[str, Any]]:
 
 def _ends_words(tried: dict[str, Any], unit: str) -> str:
     """`1,234 tokens/s; others: pruned`, or how all of them ended."""
-    from autoplan.units import format_number
-
     ends = ", ".join(tried["other_ends"])
     if tried["best_tokens_per_s"] is None:
         return ends
@@ -164,7 +160,8 @@ def _print(plan: Plan, knobs: list[dict[str, Any]], *, everything: bool) -> None
     rows: list[tuple[str, ...]] = []
     for entry in knobs:
         tried = "; ".join(f"{facts.value_words(one['value'])}: {_ends_words(one, unit)}" for one in entry["tried"])
-        rows.append((entry["knob"], facts.value_words(entry["value"]), entry["reason"] or NOT_CHOSEN, tried))
+        reason = entry["reason"] or "its plain value: the search had no other value to choose from"
+        rows.append((entry["knob"], facts.value_words(entry["value"]), reason, tried))
     headings = ("knob", "value", "why", "the best of each value tried")
     terminal.show_table(console, facts.Rows(headings, rows), title="Choices")
     if everything:

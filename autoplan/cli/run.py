@@ -47,22 +47,29 @@ def run_command(
 
     Without a script: some steps of the plan's own workload, and their speed. The exit code is the script's.
     """
+    from autoplan.planner.plan.prepare import check_before_use
+    from autoplan.planner.records.trust import own_workload
+
     if steps is not None and steps < 1:
         raise UsageError(f"--steps is {steps}", hint="Give a whole number of at least 1.")
     if script is None and plan.suffix == ".py":
         raise UsageError(f"{plan} was given as the plan", hint=f"The plan comes first: autoplan run plan.json {plan}.")
     if script is not None:
-        _refuse_options(steps=steps, model=model, json=json_output)
+        given = {"--steps": steps, "--model": model, "--json": json_output}
+        if names := [name for name, value in given.items() if value]:
+            raise UsageError(
+                f"{' and '.join(names)} and a script were given: a script runs its own code",
+                hint="Leave it out. What the script itself is to be given goes after --.",
+            )
         run_script(plan, script, arguments or [], changed_ok=changed_ok, unverified_ok=unverified_ok)
     loaded = load_plan(plan, unverified_ok)
-    _refuse_unusable(loaded, model, changed_ok=changed_ok)
+    # What `prepare` checks in each rank, before any starts; first of all, who named the code that is called.
+    named = own_workload(loaded.workload, loaded.study, model)
+    check_before_use(loaded.model_copy(update={"workload": named}), changed_ok=changed_ok)
     _say_too_many_threads(loaded, plan)
     if loaded.config.world_size > 1 and "RANK" not in os.environ:
-        _end(start([*_COMMAND, *_own_arguments()], loaded, plan))
+        _end(start(["-m", "autoplan", *sys.argv[1:]], loaded, plan))
     _run_workload(loaded, steps or DEFAULT_STEPS, changed_ok, model, json_output)
-
-
-_COMMAND = ("-m", "autoplan")
 
 
 def run_script(
@@ -157,30 +164,6 @@ def _end(code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
-def _own_arguments() -> list[str]:
-    """Those of this command, for the ranks: the word `run` and what follows."""
-    return sys.argv[1:]
-
-
-def _refuse_options(**given: Any) -> None:
-    """Options that say how the plan's own workload runs mean nothing to a script."""
-    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
-    if names:
-        raise UsageError(
-            f"{' and '.join(names)} and a script were given: a script runs its own code",
-            hint="Leave it out. What the script itself is to be given goes after --.",
-        )
-
-
-def _refuse_unusable(plan: Plan, model: str | None, *, changed_ok: bool) -> None:
-    """Checks what `prepare` checks in each rank, before any starts; first of all, who named the code that is called."""
-    from autoplan.planner.plan.prepare import check_before_use
-    from autoplan.planner.records.trust import own_workload
-
-    named = own_workload(plan.workload, plan.study, model)
-    check_before_use(plan.model_copy(update={"workload": named}), changed_ok=changed_ok)
-
-
 def _refuse_too_few_gpus(plan: Plan) -> None:
     if plan.device != "cuda":
         return
@@ -198,7 +181,10 @@ def _run_workload(plan: Plan, steps: int, changed_ok: bool, model: str | None, j
     """Some steps of the plan's own workload; the first rank prints the speed."""
     run = plan.prepare(changed_ok=changed_ok, workload=model)
     records = run_steps(run, steps, plan.workload.counted)
-    _leave_group()
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()  # a process that ends with Gloo's threads running can abort
     if not is_first_rank():
         return
     later = records[1:] or records
@@ -212,14 +198,6 @@ def _run_workload(plan: Plan, steps: int, changed_ok: bool, model: str | None, j
         return
     sys.stderr.write(f"the plan measured {format_number(measured)} {unit}/s; this run is {rate / measured:.0%} of it\n")
     print(f"{format_number(rate)} {unit}/s, {format_seconds(step_s)} a step")
-
-
-def _leave_group() -> None:
-    """Ends the process group, where there is one: a process that ends with Gloo's threads running can abort."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def run_steps(run: TrainingRun, steps: int, counted: Counted | None = None) -> list[dict[str, Any]]:

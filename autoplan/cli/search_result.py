@@ -35,7 +35,9 @@ def show_result(result: SearchResult, out: Path, *, whole: bool = False) -> None
     if result.plan is not None:
         narration.print()
         show = terminal.show_plan if whole else terminal.show_summary
-        show(console, result.plan, more=command_with(larger_budget(result)))
+        twice_s = math.ceil(2 * result.budget_s)
+        more = command_with(f"{twice_s}s" if twice_s < 120 else f"{math.ceil(twice_s / 60)}m")
+        show(console, result.plan, more=more)
         path = shlex.quote(str(result.plan_path or out))
         terminal.say(narration, "plan", f"{path}; autoplan show {path} has the reasons, and what lost")
         terminal.say(narration, "next", next_step(result.plan, path))
@@ -66,28 +68,17 @@ def next_step(plan: Plan, path: str) -> str:
     return f"{own} in your script, then autoplan run {path} SCRIPT; or autoplan export {path}"
 
 
-def larger_budget(result: SearchResult) -> str:
-    """Twice the budget that a search has had, as `--budget` takes it."""
-    seconds = math.ceil(2 * result.budget_s)
-    return f"{seconds}s" if seconds < 120 else f"{math.ceil(seconds / 60)}m"
-
-
 def command_with(budget: str) -> str:
     """The command that was called, with another budget, and without what ends it early or starts over."""
-    own, dashes, rest = _parted(sys.argv[1:])
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
     kept, skip = [], False
-    for word in own:
+    for word in words[:end]:
         name = word.partition("=")[0]
         if not skip and name not in ("--budget", "--max-trials", "--fresh", "--recheck"):
             kept.append(word)
         skip = not skip and word in ("--budget", "--max-trials")
-    return shlex.join(["autoplan", *kept, "--budget", budget, *dashes, *rest])
-
-
-def _parted(words: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """The command's own words, `--` where it is given, and what comes after it."""
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at : at + 1], words[at + 1 :]
+    return shlex.join(["autoplan", *kept, "--budget", budget, *words[end:]])
 
 
 def show_dry_run(result: SearchResult) -> None:

@@ -58,6 +58,9 @@ def clean_command(
 
     It lists them and asks first. A search that runs is never removed. Plan files elsewhere stay.
     """
+    from autoplan.planner.store.database import remove_shared
+    from autoplan.planner.store.studies import remove_study
+
     place = _place(store, storage)
     least_s = 0.0 if older_than is None else parse_duration_s(older_than, option="--older-than")
     studies = _list(place)
@@ -71,13 +74,16 @@ def clean_command(
     failed: list[StoreBusyError | StoreError] = []
     for one in chosen:
         try:
-            _remove(place, one)
+            remove_shared(place, one.name) if isinstance(place, str) else remove_study(one)
         except (StoreBusyError, StoreError) as error:
             failed.append(error)
         else:
             removed.append(one)
     if failed:
-        raise _not_removed(failed, removed)
+        why = "; ".join(error.flag_message for error in failed)
+        went = ", ".join(one.name for one in removed) or "none"
+        hints = dict.fromkeys(error.flag_hint for error in failed if error.flag_hint)
+        raise type(failed[0])(f"{len(failed)} search(es) not removed: {why}. Removed: {went}", hint=" ".join(hints))
     if json_output:
         output.print_json({"status": "ok", "store": str(place), "removed": [one.name for one in removed]})
     else:
@@ -116,14 +122,6 @@ def _named(names: list[str], studies: list[Study], place: Path | str) -> list[St
     return list(chosen.values())
 
 
-def _not_removed(failed: list[StoreBusyError | StoreError], removed: list[Study]) -> StoreBusyError | StoreError:
-    """The error for searches that stayed, which says which ones went."""
-    why = "; ".join(error.flag_message for error in failed)
-    went = ", ".join(one.name for one in removed) or "none"
-    hints = dict.fromkeys(error.flag_hint for error in failed if error.flag_hint)
-    return type(failed[0])(f"{len(failed)} search(es) not removed: {why}. Removed: {went}", hint=" ".join(hints))
-
-
 def _is_wanted(studies: list[Study], place: Path | str) -> bool:
     """The answer of a person; UsageError if there is nobody to ask."""
     if not sys.stdin.isatty():
@@ -151,16 +149,6 @@ def _list(place: Path | str) -> list[Study]:
     from autoplan.planner.store.studies import list_studies
 
     return list_shared(place) if isinstance(place, str) else list_studies(place)
-
-
-def _remove(place: Path | str, study: Study) -> None:
-    from autoplan.planner.store.database import remove_shared
-    from autoplan.planner.store.studies import remove_study
-
-    if isinstance(place, str):
-        remove_shared(place, study.name)
-    else:
-        remove_study(study)
 
 
 def _show(studies: list[Study]) -> None:

@@ -19,7 +19,7 @@ from autoplan.cli.plans import (
     WaitOption,
     load_plan,
 )
-from autoplan.errors import AutoplanError, DidNotRunError, NoFeasiblePlanError
+from autoplan.errors import DidNotRunError, NoFeasiblePlanError
 from autoplan.units import format_bytes, format_number, parse_duration_s
 
 if TYPE_CHECKING:
@@ -109,7 +109,9 @@ def _show(plan: Plan, found: Verification, elsewhere: str | None) -> None:
     if found.exit_code == 0:
         print(f"verdict: {found.text}")
         return
-    raise _error_of(found)
+    if found.exit_code == DidNotRunError.exit_code:
+        raise DidNotRunError(found.text, hint="Verify again when nothing else uses the machine.")
+    raise NoFeasiblePlanError(found.text, hint=HINTS[found.verdict])
 
 
 HINTS = {
@@ -119,10 +121,3 @@ HINTS = {
     "trains_otherwise": "Search on this machine: autoplan search. If the plan was made here, please report it.",
     "not_checked": "Search on this machine: autoplan search, with a larger --memory-limit where that was the reason.",
 }
-
-
-def _error_of(found: Verification) -> AutoplanError:
-    """The verdict as the error that goes with its exit code."""
-    if found.exit_code == DidNotRunError.exit_code:
-        return DidNotRunError(found.text, hint="Verify again when nothing else uses the machine.")
-    return NoFeasiblePlanError(found.text, hint=HINTS[found.verdict])

@@ -345,24 +345,12 @@ def changed_words(plan: Plan) -> str | None:
     return ", ".join(changed) or None
 
 
-def parity_clause(parity: Parity) -> str:
-    """The verdict of a parity check, without its figures."""
-    return parity_words(parity).partition(";")[0]
-
-
 def untried_clause(plan: Plan) -> str | None:
     """How many configurations were not tried, and what a longer search would try next; None: it is not known."""
     words = untried_words(plan)
     if words is None:
         return None
     return "; ".join(words.split("; ")[:2]).partition(": predicted")[0].replace(" were not tried;", ";", 1)
-
-
-def notes_clause(notes: Sequence[str]) -> str | None:
-    """The first note, and how many more there are; None: there are none."""
-    if not notes:
-        return None
-    return notes[0] + (f" (and {len(notes) - 1} more)" if len(notes) > 1 else "")
 
 
 def untried_words(plan: Plan) -> str | None:

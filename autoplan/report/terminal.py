@@ -126,14 +126,15 @@ def show_summary(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
     """
     say_unverified(console, plan)
     _say_headline(console, plan, more, facts.headline_clause(plan))
+    more_notes = f" (and {len(plan.notes) - 1} more)" if len(plan.notes) > 1 else ""
     lines = {
         "objective": facts.objective_words(plan),
         "measured": facts.measured_words(plan),
         "changed": facts.changed_words(plan),
-        "parity": None if facts.is_plain(plan) else facts.parity_clause(plan.parity),
+        "parity": None if facts.is_plain(plan) else facts.parity_words(plan.parity).partition(";")[0],
         "loader": facts.loading_words(plan),
         "not tried": facts.untried_clause(plan),
-        "notes": facts.notes_clause(plan.notes),
+        "notes": plan.notes[0] + more_notes if plan.notes else None,
     }
     for topic, text in lines.items():
         if text is not None:

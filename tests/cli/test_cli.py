@@ -61,14 +61,10 @@ def plan_file(tmp_path: Path) -> Path:
 COMMANDS = tuple(app.COMMANDS)
 
 
-def test_help_names_every_command_and_the_exit_codes(cli) -> None:
+def test_help_says_each_command_in_one_line_and_the_exit_codes(cli) -> None:
     ended = cli("--help")
-    assert ended.code == 0 and all(f"  {command} " in ended.out for command in COMMANDS)
-    assert "130 interrupted" in ended.out
-
-
-def test_help_says_each_command_in_one_line(cli) -> None:
-    lines = cli("--help").out.splitlines()
+    assert ended.code == 0 and "130 interrupted" in ended.out
+    lines = ended.out.splitlines()
     said = {command: next(line for line in lines if line.startswith(f"  {command} ")) for command in COMMANDS}
     assert not [line for line in said.values() if line.endswith("...")]
 
@@ -103,14 +99,9 @@ def test_the_help_of_search_shows_a_dozen_options_and_all_on_demand(cli) -> None
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_types_in_help_are_words(cli, command: str) -> None:
-    assert not re.findall(r"<[a-z]|range\b.*x>|\bNone\b", cli(command, "--help").out)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_has_help_and_json(cli, command: str) -> None:
+def test_each_command_has_help_with_words_for_types_and_json(cli, command: str) -> None:
     ended = cli(command, "--help")
-    assert ended.code == 0
+    assert ended.code == 0 and not re.findall(r"<[a-z]|range\b.*x>|\bNone\b", ended.out)
     assert "--json" in ended.out or command == "schema"
 
 
@@ -129,11 +120,15 @@ def test_version(cli) -> None:
     assert cli("--version").out.startswith("autoplan 0.")
 
 
-def test_with_json_a_refused_option_is_a_document_too(cli) -> None:
-    ended = cli("search", "--model", "gpt2", "--global-batch", "2.5", "--json")
-    document = json.loads(ended.out)
-    assert ended.code == 2 and document["schema_version"] == 1 and document["status"] == "error"
-    assert document["error"]["code"] == "usage" and "--global-batch" in document["error"]["message"]
+@pytest.mark.parametrize(
+    ("given", "code", "words"),
+    [(("gpt2", "--global-batch", "2.5"), "usage", "--global-batch takes"), (("gpt3",), "workload", "gpt3")],
+    ids=["typer's", "ours"],
+)
+def test_with_json_an_error_is_a_document_too(cli, given: tuple[str, ...], code: str, words: str) -> None:
+    ended = cli("search", "--model", *given, "--json")
+    assert ended.code == 2 and ended.document["schema_version"] == 1 and ended.document["status"] == "error"
+    assert ended.document["error"]["code"] == code and words in ended.document["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -155,10 +150,7 @@ def test_with_json_a_refused_option_is_a_document_too(cli) -> None:
         (("estimate", "--model", "llama2-7b", "--cluster", "8xA100", "--top", "0"), "--top is 0"),
         (("search",), "no workload was named"),
         (("search", "--model", "gpt3"), "Did you mean gpt2"),
-        (("search", "--model", "gpt2", "--budget", "soon"), "90s, 10m"),
-        (("search", "--model", "gpt2", "--budget", "0s"), "above zero"),
         (("search", "--model", "gpt2", "--global-batch", "0"), "at least 1"),
-        (("search", "--model", "gpt2", "--global-batch", "-4"), "at least 1"),
         (("search", "--model", "gpt2", "--global-batch", "2.5"), "--global-batch takes a whole number"),
         (("search", "--model", "gpt2", "--seq-len", "4096"), "1024 positions"),
         (("search", "--model", "gpt2", "--sequence-length", "4096"), "1024 positions"),
@@ -167,15 +159,11 @@ def test_with_json_a_refused_option_is_a_document_too(cli) -> None:
         (("search", "--model", "gpt2", "--fix", "precision"), "knob=value"),
         (("search", "--model", "gpt2", "--fix", "tp=1", "--fix", "tp=2"), "given twice"),
         (("search", "--model", "gpt2", "--bound", "tp=1..2", "--bound", "tp=1,4"), "given twice"),
-        (("search", "--model", "gpt2", "--memory-limit", "lots"), "8GiB"),
-        (("search", "--model", "gpt2", "--memory-limit", "120%"), "at most 100"),
         (("search", "--model", "gpt2", "--device", "tpu"), "cuda or cpu"),
         (("search", "--model", "gpt2", "--sampler", "grid"), "tpe or random"),
         (("search", "--model", "gpt2", "--max-trials", "0"), "--max-trials is 0"),
-        (("search", "--model", "gpt2", "--nproc", "0"), "--nproc is 0"),
         (("search", "--model", "gpt2", "--seed", "-1"), "--seed is -1"),
         (("search", "--model", "gpt2", "--bound", "micro_batch=8..1"), "the low end is above the high end"),
-        (("search", "--model", "missing.py:make"), "missing.py"),
         (("show", "nowhere.json"), "cannot be read"),
         (("explain", "--knob", "x", "nowhere.json"), "cannot be read"),
         (("run", "--steps", "0"), "at least 1"),
@@ -314,13 +302,6 @@ def test_an_error_is_wrapped_between_words_on_a_terminal(cli, monkeypatch) -> No
     assert "qwen2.5-0.5b," in " ".join(lines).split()
 
 
-def test_errors_are_documents_too(cli) -> None:
-    ended = cli("search", "--model", "gpt3", "--json")
-    assert ended.code == 2
-    error = ended.document["error"]
-    assert ended.document["schema_version"] == 1 and error["code"] == "workload" and "gpt2" in error["hint"]
-
-
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a CUDA device")
 def test_cuda_without_a_device_ends_with_4(cli) -> None:
     ended = cli("search", "--model", "gpt2", "--device", "cuda")
@@ -387,16 +368,7 @@ def test_the_end_of_a_search_without_a_gain_names_the_command_that_goes_on(monke
     )
     assert "next: nothing to apply: the plan is the plain run" in printed.err
     ledger = search_document(result)["ledger"]
-    assert ledger[1] | {"config": None} == {
-        "kind": "baseline",
-        "config": None,
-        "began_s": 15.0,
-        "seconds": 47.0,
-        "predicted_s": 20.0,
-        "gain": 0.04,
-        "why": "",
-        "over": "",
-    }
+    assert (ledger[1]["kind"], ledger[1]["began_s"], ledger[1]["seconds"]) == ("baseline", 15.0, 47.0)
 
 
 def test_the_end_of_a_search_is_a_dozen_lines_and_show_has_the_rest(cli, plan_file, monkeypatch, capsys) -> None:

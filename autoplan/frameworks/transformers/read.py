@@ -160,7 +160,10 @@ def read_batches(trainer: Any, global_batch: int, seed: int) -> tuple[OrderedBat
         _refuse_batch_size(trainer, len(first))
         flat = itertools.chain(first, itertools.chain.from_iterable(lists))
         order = tuple(int(place) for place in itertools.islice(flat, KEPT_STEPS * global_batch))
-        collate = _without_logger(loader.collate_fn)
+        collate = loader.collate_fn
+        if type(collate).__name__ == "RemoveColumnsCollator":  # of transformers: its logger cannot be hashed
+            collate = copy.copy(collate)
+            collate.logger = None
         check_fields(collated(collate, fetch(dataset, order[:1]), seed))
         return batches_in_form(dataset, collate, order, seed), _cut_step(trainer, dataset, global_batch)
 
@@ -189,15 +192,6 @@ def _refuse_batch_size(trainer: Any, found: int) -> None:
             hint="Have get_train_dataloader() make batches of self._train_batch_size samples, which follows that "
             "argument.",
         )
-
-
-def _without_logger(collate: Any) -> Any:
-    """A collator of transformers that drops columns, without the logger that it says so to: that cannot be hashed."""
-    if type(collate).__name__ != "RemoveColumnsCollator":
-        return collate
-    quiet = copy.copy(collate)
-    quiet.logger = None
-    return quiet
 
 
 def steps_of_training(trainer: Any) -> int:

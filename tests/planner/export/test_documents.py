@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from autoplan.planner.export.run import TARGETS, export_plan, load_target
 from autoplan.planner.export.transformers import TransformersTarget, read_back_arguments
 from autoplan.planner.plan.key_tables import pick_table
 from autoplan.strategies.config import TrainingConfig
+from tests.planner.export.test_bundle import Block
+from tests.planner.export.test_transformers_training import companion_of
 from tests.recorded import make_plan
 
 
@@ -148,15 +149,7 @@ def test_the_companion_prepares_a_model(tmp_path: Path) -> None:
     export = TransformersTarget().render(make_plan(), "args")
     path = tmp_path / "args_companion.py"
     path.write_text(export.files["args_companion.py"])
-    spec = importlib.util.spec_from_file_location("args_companion", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-    class Block(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = torch.nn.Linear(2, 4), torch.nn.Linear(4, 2)
+    module = companion_of(path)
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -184,11 +177,14 @@ def test_older_versions_have_the_older_key() -> None:
         pick_table("transformers", "3.0")
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2, "dp_replicate": 2}])
-def test_degrees_that_training_arguments_cannot_express_are_refused(degrees: dict[str, int], tmp_path: Path) -> None:
-    with pytest.raises(ExportError) as error:
-        export_plan(make_plan(TrainingConfig(micro_batch=2, **degrees)), "transformers", tmp_path / "a.json")
-    assert error.value.exit_code == 6 and not list(tmp_path.iterdir())
+@pytest.mark.parametrize("to", ["transformers", "accelerate", "deepspeed", "lightning", "fabric"])
+def test_degrees_that_a_tool_cannot_run_are_refused(to: str, tmp_path: Path) -> None:
+    for degrees in ({"tp": 2}, {"pp": 2, "pp_microbatches": 2}, {"dp_shard": 2, "dp_replicate": 2}):
+        if to == "accelerate" and "dp_shard" in degrees:
+            continue  # which has them
+        with pytest.raises(ExportError, match="cannot run") as error:
+            export_plan(make_plan(TrainingConfig(micro_batch=2, **degrees)), to, tmp_path / "a.json")
+        assert error.value.exit_code == 6 and "plan.prepare()" in str(error.value.hint) and not list(tmp_path.iterdir())
 
 
 def test_the_help_names_every_target() -> None:
