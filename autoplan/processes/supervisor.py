@@ -12,7 +12,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,12 @@ class Supervisor:
         """Runs the task to its end; nothing of it is left when this returns (see `left_behind`)."""
         oom_kills_before = linux.kernel_oom_kills()
         try:
-            verdict = self._start_ranks() or self._watch()
+            try:
+                self._fork_ranks()
+            except OSError as error:
+                verdict = Verdict(ended=Ended.NOT_STARTED, trouble=f"{type(error).__name__}: {error}")
+            else:
+                verdict = self._watch()
         except BaseException:
             self._end_all(grace_s=0.0)
             raise
@@ -137,16 +142,12 @@ class Supervisor:
 
     # -- start ---------------------------------------------------------------------------------------------
 
-    def _start_ranks(self) -> Verdict | None:
-        """Forks the ranks; a verdict where the machine has no process, descriptor or port to give."""
-        try:
-            self._fork_ranks()
-        except OSError as error:
-            return Verdict(ended=Ended.NOT_STARTED, trouble=f"{type(error).__name__}: {error}")
-        return None
-
     def _fork_ranks(self) -> None:
-        """Forks the ranks around a store socket that is bound before the first of them exists."""
+        """Forks the ranks around a store socket that is bound before the first of them exists.
+
+        Raises:
+            OSError: the machine has no process, descriptor or port to give.
+        """
         request = self._request
         with socket.create_server(("127.0.0.1", 0), backlog=max(128, request.ranks)) as listener:
             for rank in range(request.ranks):
@@ -177,33 +178,32 @@ class Supervisor:
 
     def _watch(self) -> Verdict:
         while True:
-            self._wait(self._tick_s())
+            young = time.monotonic() - self._began_at < _FAST_FOR_S
+            self._wait(_FAST_TICK_S if young or self._memory.near_limit else _SLOW_TICK_S, self._watched_fds)
             if self._is_cancelled():
                 return Verdict(ended=Ended.CANCELLED)
             self._reap()
             for state in self._ranks:
                 self._read_heartbeat(state)
             over_limit = self._memory.poll()
-            verdict = self._failure() or self._finish() or self._overdue()
-            if verdict is None and over_limit:
-                verdict = Verdict(ended=Ended.MEMORY_LIMIT, failed_rank=self._largest_rank())
-            if verdict is not None:
+            if (verdict := self._failure()) is not None:
                 return verdict
+            if all(state.ended_at is not None for state in self._ranks):
+                return Verdict(ended=Ended.FINISHED)
+            if (verdict := self._overdue()) is not None:
+                return verdict
+            if over_limit:
+                largest = max(self._ranks, key=lambda state: self._memory.by_pid.get(state.pid, 0))
+                return Verdict(ended=Ended.MEMORY_LIMIT, failed_rank=largest.rank)
             self._send_progress_if_due()
             self._limit_output()
 
-    def _tick_s(self) -> float:
-        young = time.monotonic() - self._began_at < _FAST_FOR_S
-        return _FAST_TICK_S if young or self._memory.near_limit else _SLOW_TICK_S
-
-    def _wait(self, timeout_s: float) -> None:
-        """Sleeps until the time is over, the planner says something or a rank ends."""
+    def _wait(self, timeout_s: float, watched_fds: Sequence[int] = ()) -> None:
+        """Sleeps until the time is over, a rank ends, or one of the descriptors is ready."""
         poller = select.poll()
-        for fd in self._watched_fds:
-            poller.register(fd, select.POLLIN)
-        for state in self._ranks:
-            if state.pidfd is not None:
-                poller.register(state.pidfd, select.POLLIN)
+        for fd in (*watched_fds, *(state.pidfd for state in self._ranks)):
+            if fd is not None:
+                poller.register(fd, select.POLLIN)
         poller.poll(timeout_s * 1000)
 
     def _reap(self) -> None:
@@ -255,11 +255,6 @@ class Supervisor:
         written = read_json(rank_file(self._directory, state.rank, "error.json"))
         return state.ended_at if written is None else float(written["at"])
 
-    def _finish(self) -> Verdict | None:
-        if all(state.ended_at is not None for state in self._ranks):
-            return Verdict(ended=Ended.FINISHED)
-        return None
-
     def _overdue(self) -> Verdict | None:
         """The rank that is furthest over its phase's deadline, or the whole task over its own."""
         now, deadlines_s = time.monotonic(), self._request.deadlines_s
@@ -278,9 +273,6 @@ class Supervisor:
             running = next(state for state in self._ranks if state.ended_at is None)
             return Verdict(ended=Ended.DEADLINE, failed_rank=running.rank, phase_deadline_s=total_s)
         return None
-
-    def _largest_rank(self) -> int:
-        return max(self._ranks, key=lambda state: self._memory.by_pid.get(state.pid, 0)).rank
 
     def _send_progress_if_due(self) -> None:
         now = time.monotonic()
@@ -314,7 +306,9 @@ class Supervisor:
         """
         if grace_s > 0:
             self._end_ranks(grace_s)
-            self._await_helpers()
+            helpers_until = time.monotonic() + _HELPER_GRACE_S
+            while self._remaining() and time.monotonic() < helpers_until:
+                time.sleep(0.01)
         rank_pids = {state.pid for state in self._ranks}
         give_up_at = time.monotonic() + _KILL_WAIT_S
         pause_s = 0.001
@@ -337,23 +331,11 @@ class Supervisor:
                     linux.signal_quietly(state.pid, number, group=True)
             give_up_at = time.monotonic() + wait_s
             while time.monotonic() < give_up_at and any(state.ended_at is None for state in running):
-                self._wait_for_ends(give_up_at - time.monotonic())
-
-    def _await_helpers(self) -> None:
-        give_up_at = time.monotonic() + _HELPER_GRACE_S
-        while self._remaining() and time.monotonic() < give_up_at:
-            time.sleep(0.01)
+                self._wait(min(give_up_at - time.monotonic(), 0.05))
+                self._reap()
+                self._limit_output()
 
     def _remaining(self) -> set[int]:
         """The descendants that are left once every wait status there is has been taken."""
         self._reap()
         return linux.descendants(os.getpid())
-
-    def _wait_for_ends(self, timeout_s: float) -> None:
-        poller = select.poll()
-        for state in self._ranks:
-            if state.pidfd is not None:
-                poller.register(state.pidfd, select.POLLIN)
-        poller.poll(min(timeout_s, 0.05) * 1000)
-        self._reap()
-        self._limit_output()

@@ -25,6 +25,9 @@ GroupKey = tuple[Any, ...]
 """The properties that make operations alike: name, kind, phase, dtype, then (fixed, per_sample) of FLOPs, bytes moved,
 output bytes and the sizes m, n, k, batch."""
 
+FIGURES = ("flops", "bytes_moved", "output_bytes")
+"""Of an operation, that are fitted; its sizes come after them."""
+
 GroupCounts = Counter[GroupKey]
 """How many operations there are of each group."""
 
@@ -47,19 +50,6 @@ class VariantFits:
     peaks: dict[str, tuple[LinearFit, LinearFit]]
     saved_bytes: LinearFit
     block_saved_bytes: LinearFit
-
-
-def total_flops(recording: Recording) -> float:
-    """FLOPs of all operations."""
-    return sum(operation.flops for operation in recording.operations)
-
-
-def total_bytes_moved(recording: Recording) -> float:
-    """Bytes that all operations read and write."""
-    return sum(operation.bytes_moved for operation in recording.operations)
-
-
-# Arithmetic on fits and counts.
 
 
 def fit_line(small: float, large: float, samples: tuple[int, int]) -> LinearFit:
@@ -112,10 +102,10 @@ def fit_variant(
     groups.update(_fit_repeated_operations(*middle, samples, requests))
     peaks = {
         part: (
-            fit_line(small_batch.peaks[part][0], large_batch.peaks[part][0], samples),
-            fit_line(small_batch.peaks[part][1], large_batch.peaks[part][1], samples),
+            fit_line(first, large_batch.peaks[part][0], samples),
+            fit_line(later, large_batch.peaks[part][1], samples),
         )
-        for part in small_batch.peaks
+        for part, (first, later) in small_batch.peaks.items()
         if part in large_batch.peaks
     }
     saved = small_batch.saved_after_forward_bytes, large_batch.saved_after_forward_bytes
@@ -137,8 +127,8 @@ def _common_start_and_end(small: list[Operation], large: list[Operation]) -> tup
 
 def _fit_operation(small: Operation, large: Operation, samples: tuple[int, int]) -> GroupKey:
     """The group of an operation that both recordings have."""
-    pairs = [(small.flops, large.flops), (small.bytes_moved, large.bytes_moved)]
-    pairs += [(small.output_bytes, large.output_bytes), *zip(small.sizes, large.sizes, strict=True)]
+    pairs = [(getattr(small, figure), getattr(large, figure)) for figure in FIGURES]
+    pairs += zip(small.sizes, large.sizes, strict=True)
     fits = [fit_line(a, b, samples) for a, b in pairs]
     return (small.name, small.kind, small.phase, small.dtype, *((fit.fixed, fit.per_sample) for fit in fits))
 
@@ -161,9 +151,7 @@ def _fit_repeated_operations(
     groups: GroupCounts = Counter()
     for name, (a, b) in by_name.items():
         fits = [
-            fit_line(sum(o.flops for o in a), sum(o.flops for o in b), samples),
-            fit_line(sum(o.bytes_moved for o in a), sum(o.bytes_moved for o in b), samples),
-            fit_line(sum(o.output_bytes for o in a), sum(o.output_bytes for o in b), samples),
+            *(fit_line(_total(a, figure), _total(b, figure), samples) for figure in FIGURES),
             *(LinearFit(fixed=size) for size in (b or a)[0].sizes[:3]),
             fit_line(len(a), len(b), samples),
         ]
@@ -172,6 +160,10 @@ def _fit_repeated_operations(
         if a and key not in requests:
             requests[key] = TimingRequest(small_batch=a[0].call, large_batch=None, count=len(a), flops=a[0].flops)
     return groups
+
+
+def _total(operations: list[Operation], figure: str) -> float:
+    return sum(getattr(operation, figure) for operation in operations)
 
 
 # Profiles.

@@ -14,7 +14,6 @@ shallow one. One recording of the whole model then checks that calculation.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -272,7 +271,7 @@ def _write_cache(path: Path, profile: ModelProfile) -> None:
 
 def _trace_rank(context: RankContext, spec: WorkloadSpec, device: str, request: TraceRequest) -> None:
     def before_input(profile: ModelProfile) -> None:
-        context.report(json.loads(profile.model_dump_json()))
+        context.report(profile)
         context.phase(INPUT_PHASE)
 
     context.phase("trace")
@@ -285,7 +284,7 @@ def _trace_rank(context: RankContext, spec: WorkloadSpec, device: str, request: 
         why = next(iter(getattr(error, "__notes__", ())), None) if request.not_fake is None else None
         context.report({"error": error.message, "hint": error.hint, "why_not_fake": why})
         return
-    context.report(json.loads(profile.model_dump_json()))
+    context.report(profile)
 
 
 def trace_workload(

@@ -23,8 +23,6 @@ from autoplan.planner.trace.linear_fit import (
     group_key,
     make_variant_profile,
     split_by_depth,
-    total_bytes_moved,
-    total_flops,
 )
 from autoplan.planner.trace.model_profile import LinearFit, OperationGroup, VariantKey, VariantProfile
 from autoplan.planner.trace.op_benchmark import OpTiming, TimingRequest
@@ -179,8 +177,15 @@ class VariantTracer:
         except Exception:  # a truncated model may be wrong for this program in any way
             return False
         whole = self.record(key, None, 0)
-        for figure in (total_flops, total_bytes_moved, lambda recording: recording.saved_after_forward_bytes):
-            a, b, actual = figure(shallow), figure(deep), figure(whole)
+        figures = [
+            (
+                sum(operation.flops for operation in recording.operations),
+                sum(operation.bytes_moved for operation in recording.operations),
+                recording.saved_after_forward_bytes,
+            )
+            for recording in (shallow, deep, whole)
+        ]
+        for a, b, actual in zip(*figures, strict=True):
             predicted = b + (b - a) * (depth - DEPTHS[1])
             if abs(predicted - actual) > DEPTH_TOLERANCE * actual:
                 return False

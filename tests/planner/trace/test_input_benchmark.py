@@ -30,42 +30,29 @@ def workload_of(make_batch: Any, global_batch: int = 8) -> Workload:
     )
 
 
-def test_seconds_are_per_sample_and_measured_on_one_thread() -> None:
-    asked: list[tuple[int, int, int]] = []
+@pytest.mark.parametrize(
+    ("global_batch", "sample_s", "batch_s", "limit_s", "counts", "least_s"),
+    [
+        (8, 0.003, 0.0, 5.0, [2, *[8] * MAX_BATCHES], 0.003),
+        (4096, 0.0, 0.0, 5.0, [2, *[MAX_SAMPLES] * MAX_BATCHES], 0.0),  # batches of a bounded size
+        (8, 0.0, 0.05, 0.04, [2], 0.025),  # the time limit ends it
+    ],
+)
+def test_seconds_are_per_sample_and_measured_on_one_thread(
+    global_batch: int, sample_s: float, batch_s: float, limit_s: float, counts: list[int], least_s: float
+) -> None:
+    asked: list[tuple[int, int]] = []
 
     def make_batch(count: int, index: int) -> dict[str, torch.Tensor]:
-        asked.append((count, index, torch.get_num_threads()))
-        time.sleep(0.003 * count)
+        asked.append((count, torch.get_num_threads()))
+        time.sleep(sample_s * count + batch_s)
         return {"x": torch.zeros(count, 2)}
 
     before = torch.get_num_threads()
-    seconds, why_not = measure_input(workload_of(make_batch), time_limit_s=5.0)
-    assert why_not is None and seconds is not None and seconds >= 0.003
-    assert {threads for _, _, threads in asked} == {1} and torch.get_num_threads() == before
-    assert asked[0][0] == 2 and len(asked) == 1 + MAX_BATCHES and {count for count, _, _ in asked[1:]} == {8}
-
-
-def test_quick_data_is_timed_in_batches_of_a_bounded_size() -> None:
-    counts: list[int] = []
-
-    def make_batch(count: int, index: int) -> dict[str, torch.Tensor]:
-        counts.append(count)
-        return {"x": torch.zeros(count, 2)}
-
-    measure_input(workload_of(make_batch, global_batch=4096), time_limit_s=5.0)
-    assert max(counts) == MAX_SAMPLES
-
-
-def test_slow_data_ends_with_the_time_limit() -> None:
-    counts: list[int] = []
-
-    def make_batch(count: int, index: int) -> dict[str, torch.Tensor]:
-        counts.append(count)
-        time.sleep(0.05)
-        return {"x": torch.zeros(count, 2)}
-
-    seconds, _ = measure_input(workload_of(make_batch), time_limit_s=0.04)
-    assert counts == [2] and seconds is not None and seconds >= 0.025
+    seconds, why_not = measure_input(workload_of(make_batch, global_batch), time_limit_s=limit_s)
+    assert why_not is None and seconds is not None and seconds >= least_s
+    assert [count for count, _ in asked] == counts
+    assert {threads for _, threads in asked} == {1} and torch.get_num_threads() == before
 
 
 def test_a_failure_is_a_reason_and_not_the_end() -> None:

@@ -17,6 +17,7 @@ from autoplan.planner.trace.op_recorder import OpCall, TensorShape
 
 ATEN = torch.ops.aten
 NOTHING_SAVED: dict[str, Any] = {"block_saved_bytes": LinearFit(), "rest_saved_bytes": LinearFit()}
+ONE: dict[str, Any] = {"segment": "block", "phase": "forward", "dtype": "float32", "count": 1}
 PLAIN_PROFILE: dict[str, Any] = {
     "identity": "x",
     "method": "traced",
@@ -110,12 +111,7 @@ def test_an_operation_without_time_left_takes_seconds_in_proportion_to_its_kind(
 
 def test_between_two_timed_sizes_lies_a_line_and_beyond_them_proportion() -> None:
     group = OperationGroup(
-        name="mul",
-        kind="memory",
-        segment="block",
-        phase="forward",
-        dtype="float32",
-        count=1,
+        **ONE | {"name": "mul", "kind": "memory"},
         bytes_moved=LinearFit(per_sample=100.0),
         measured_s=1.0,
         measured_samples=2,
@@ -138,12 +134,7 @@ def test_times_that_a_busy_machine_disturbed_are_left_out() -> None:
     )
     for times, kept in ((1.5, True), (10.0, False)):
         product = OperationGroup(
-            name="mm",
-            kind="matmul",
-            segment="block",
-            phase="forward",
-            dtype="float32",
-            count=1,
+            **ONE | {"name": "mm", "kind": "matmul"},
             flops=LinearFit(per_sample=2e9),
             m=LinearFit(per_sample=1000.0),
             n=LinearFit(fixed=1000.0),
