@@ -54,7 +54,16 @@ def check_knob(knob: str, value: Any) -> Any:
 
 def knob_rows() -> list[tuple[str, ...]]:
     """The cells of HEADINGS, one row per knob in the order of the fields."""
-    return [(knob, _values(knob), _description(knob), knobs()[knob].numerics, _left_out(knob)) for knob in KNOBS]
+    return [
+        (
+            knob,
+            _values(knob),
+            TrainingConfig.model_fields[knob].description or "",
+            knobs()[knob].numerics,
+            _left_out(knob),
+        )
+        for knob in KNOBS
+    ]
 
 
 def knob_table() -> list[str]:
@@ -73,10 +82,6 @@ def _values(knob: str) -> str:
     if known.role == "rank_count":
         return "factors of the number of ranks"
     return known.offered or f"`{getattr(PLAIN, knob)}`, and the numbers that you name"
-
-
-def _description(knob: str) -> str:
-    return TrainingConfig.model_fields[knob].description or ""
 
 
 def _left_out(knob: str) -> str:

@@ -53,7 +53,8 @@ def restore_state(
     """Puts a state back that collect_state gave, under the same or another config; all ranks call it."""
     layouts = {name: value.placements for name, value in model.state_dict().items() if isinstance(value, DTensor)}
     plain_layouts = {_plain(name): placements for name, placements in layouts.items()}
-    back = {early: late for late, early in _tied_names(model).items() if not _holds(model, early)}
+    held = {_plain(name) for name, _ in model.named_parameters()}
+    back = {early: late for late, early in _tied_names(model).items() if early not in held}
     flags = [{flag: group[flag] for flag in _STEP_FLAGS if flag in group} for group in optimizer.param_groups]
     own = {_with_names(key, back): value for key, value in optimizer_state.items()}
     for parameter in held_by(optimizer):
@@ -156,10 +157,6 @@ def _plain(name: str) -> str:
 def _tied_names(model: nn.Module) -> dict[str, str]:
     """Of a pipeline: the last stage's name of a tied parameter, to the first stage's."""
     return dict(getattr(model, "tied_over_stages", {}))
-
-
-def _holds(model: nn.Module, name: str) -> bool:
-    return any(_plain(own) == name for own, _ in model.named_parameters())
 
 
 def _with_names(key: str, names: Mapping[str, str]) -> str:

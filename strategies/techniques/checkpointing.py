@@ -89,16 +89,13 @@ def wrap(block: nn.Module, *, selective: bool, compiled: bool) -> nn.Module:
             but the selective policy's.
     """
     options: dict[str, Any] = {}
-    normalised = [] if compiled else [part for part in block.modules() if _keeps_statistics(part)]
+    norms = (part for part in block.modules() if isinstance(part, nn.modules.batchnorm._NormBase))
+    normalised = [] if compiled else [norm for norm in norms if norm.track_running_stats]
     if normalised:
         options["context_fn"] = functools.partial(_contexts_with_statistics, normalised, selective)
     elif selective:
         options["context_fn"] = selective_context
     return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=True, **options)
-
-
-def _keeps_statistics(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
 
 
 def _contexts_with_statistics(normalised: list[Any], selective: bool) -> Any:

@@ -284,14 +284,10 @@ class _Splitter:
             held = [key for key, value in module._parameters.items() if value is not None]
             for key in held:
                 self.distribute(module, key, Replicate())
-            whole = all(_is_whole(module._parameters[key]) for key in held)
-            if held and whole and "forward" not in vars(module):
+            placements = [p for key in held for p in module._parameters[key].placements]
+            if held and all(p.is_replicate() for p in placements) and "forward" not in vars(module):
                 gradient = Partial() if is_sequence_parallel(name) else Replicate()
                 module.forward = functools.partial(_replicated_forward, module, tuple(held), gradient)
-
-
-def _is_whole(parameter: nn.Parameter | None) -> bool:
-    return isinstance(parameter, DTensor) and all(placement.is_replicate() for placement in parameter.placements)
 
 
 def _matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:

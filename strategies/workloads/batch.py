@@ -49,15 +49,13 @@ def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
     by_samples = getattr(batch, "slice_samples", None)  # a batch that collates a part of its samples by itself
     if by_samples is not None:
         return by_samples(start, stop)
-    return _map_samples(batch, lambda leaf: _slice_nested(leaf, start, stop) if _is_nested(leaf) else leaf[start:stop])
 
+    def part(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            return torch.nested.as_nested_tensor(list(leaf.unbind()[start:stop]), layout=leaf.layout)
+        return leaf[start:stop]
 
-def _is_nested(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_nested
-
-
-def _slice_nested(leaf: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(list(leaf.unbind()[start:stop]), layout=leaf.layout)
+    return _map_samples(batch, part)
 
 
 def repeat_samples(batch: Batch, times: int) -> Batch:

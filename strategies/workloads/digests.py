@@ -136,10 +136,8 @@ class Describer:
             pairs = [[self.describe(key, depth), self.describe(item, depth)] for key, item in sampled(value.items())]
             return ["mapping", len(value), *sorted(pairs, key=json.dumps)]
         if isinstance(value, set | frozenset):
-            return [
-                "set",
-                *sorted((self._alone().describe(item, depth) for item in value), key=json.dumps),
-            ]
+            fresh = functools.partial(Describer, self._sources_of, self._imported_in, stamps=self._stamps)
+            return ["set", *sorted((fresh().describe(item, depth) for item in value), key=json.dumps)]  # without order
         if isinstance(value, list):
             return self._items(value, depth)
         if isinstance(value, Path):
@@ -153,10 +151,6 @@ class Describer:
         if isinstance(value, type):
             return self._class(value, depth)
         return self._instance(value, depth)
-
-    def _alone(self) -> Describer:
-        """A describer that has seen nothing: for items without an order."""
-        return Describer(self._sources_of, self._imported_in, stamps=self._stamps)
 
     def _items(self, value: Any, depth: int) -> Any:
         if depth <= 0:
@@ -232,7 +226,11 @@ class Describer:
         for name, part in model.named_modules():
             plain = {key: value for key, value in vars(part).items() if key not in _MODULE_STATE}
             plain = {key: list(value.values()) if key in MODULE_HOOKS else value for key, value in plain.items()}
-            attributes = {key: self.describe(plain[key], depth) for key in sorted(plain) if not _is_number_of_hook(key)}
+            attributes = {
+                key: self.describe(plain[key], depth)
+                for key in sorted(plain)
+                if key in MODULE_HOOKS or "hooks" not in key  # others have hooks by numbers, which count on
+            }
             parts.append([name, self.describe(type(part), depth), part.training, attributes])
         shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in stored_tensors(model).items()}
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -249,11 +247,6 @@ _MEANINGFUL = ("__init__", "__call__", "__post_init__", "__getitem__", "__len__"
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MODULE_STATE = ("_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set")
-
-
-def _is_number_of_hook(key: str) -> bool:
-    """Whether an attribute of a module has hooks by their numbers, which count on in a process."""
-    return "hooks" in key and key not in MODULE_HOOKS
 
 
 def qualified_name(value: Any) -> str:

@@ -82,7 +82,7 @@ def check_function(text: str) -> tuple[Path, str]:
             hint="Name a function of your own file: --model train.py:workload.",
         )
     tree = _parse(path)
-    names = _top_level_names(tree)
+    names = {name for node in ast.walk(tree) for name in _bound_by(node)}
     source = _imported_from(tree, function, path)
     if source is not None:
         raise _not_defined_here(path, function, f"is imported from {source}")
@@ -312,10 +312,6 @@ def _parse(path: Path) -> ast.Module:
 
 
 _DEFINES = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
-
-
-def _top_level_names(tree: ast.Module) -> set[str]:
-    return {name for node in ast.walk(tree) for name in _bound_by(node)}
 
 
 def _bound_by(node: ast.AST) -> set[str]:

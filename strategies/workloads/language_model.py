@@ -8,7 +8,7 @@ cross-entropy over fp32 logits, of labels shifted by one for causal models; here
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,7 +66,7 @@ def language_model_workload(
     chosen = DEFAULT_OPTIONS | {key: value for key, value in options.items() if key != "fixed_micro_batch"}
     seed = int(chosen["seed"])
     make_optimizer = functools.partial(
-        _adamw, learning_rate=float(chosen["learning_rate"]), weight_decay=float(chosen["weight_decay"])
+        torch.optim.AdamW, lr=float(chosen["learning_rate"]), weight_decay=float(chosen["weight_decay"])
     )
     vocabulary, padding = int(config.get_text_config().vocab_size), padding_token(config)
     skipped = {} if padding is None else {"padding": padding}
@@ -142,10 +142,6 @@ def _build(config: Any, task: Task, weights: Path | None) -> nn.Module:
 def _load_weights(weights: Path, task: Task, model: nn.Module) -> None:
     loaded = _auto_class(task).from_pretrained(weights, dtype=torch.float32, local_files_only=True)
     model.load_state_dict(loaded.state_dict())
-
-
-def _adamw(parameters: Iterable[Any], *, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
 
 
 def padding_token(config: Any) -> int | None:

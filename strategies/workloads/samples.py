@@ -89,7 +89,8 @@ class MicroBatches(dict[str, Any]):
         found = self._parts.get((start, stop))
         if found is not None:
             return found
-        return {name: field[start:stop] if _has_rows(field) else field for name, field in self.items()}
+        rows = {name for name, field in self.items() if isinstance(field, torch.Tensor) and field.dim() > 0}
+        return {name: field[start:stop] if name in rows else field for name, field in self.items()}
 
 
 class MicroCollate:
@@ -100,10 +101,6 @@ class MicroCollate:
 
     def __call__(self, samples: list[Any]) -> MicroBatches:
         return MicroBatches(samples, self.collate, self.micro_batch)
-
-
-def _has_rows(field: Any) -> bool:
-    return isinstance(field, torch.Tensor) and field.dim() > 0
 
 
 def sample_size(sample: Any) -> int:
@@ -169,13 +166,9 @@ def _make_batch(
     return collate(samples)
 
 
-def _parts_of(batch: dict[str, Any]) -> tuple[list[Any], Any]:
-    return list(batch.values()), tuple(batch)
-
-
-def _make(parts: Iterable[Any], names: Any) -> dict[str, Any]:
-    return dict(zip(names, parts, strict=True))
-
-
 for _kind in (SampleBatch, MicroBatches):
-    pytree.register_pytree_node(_kind, _parts_of, _make)
+    pytree.register_pytree_node(
+        _kind,
+        lambda batch: (list(batch.values()), tuple(batch)),
+        lambda parts, names: dict(zip(names, parts, strict=True)),
+    )

@@ -74,7 +74,8 @@ class BatchSizes(Record):
     def describe(self, counted: Counted | None) -> str:
         """How the sizes vary, for a screen."""
         unit = "tokens" if counted is not None and counted.unit == "tokens" else "elements"
-        low, mean, high = (f"{size / self.samples:,.4g}" for size in self._sizes)
+        sizes = self.positions.min, self.positions.mean, self.positions.max
+        low, mean, high = (f"{size / self.samples:,.4g}" for size in sizes)
         seen = f"seen on {self.batches} batches of {self.samples} samples"
         if not self.vary:
             return f"all of one size, {mean} {unit} a sample with padding; {seen}"
@@ -82,10 +83,6 @@ class BatchSizes(Record):
             f"of {low} to {high} {unit} a sample with padding, mean {mean}; {seen}. The largest decides what fits; "
             "speed is measured on those nearest to the mean"
         )
-
-    @property
-    def _sizes(self) -> tuple[float, float, float]:
-        return self.positions.min, self.positions.mean, self.positions.max
 
 
 class WorkloadSpec(Record):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ def read_step(
         build_model=functools.partial(build_step_model, make_step, seed),
         make_batch=step_batch,
         loss=step_loss,
-        build_optimizer=_no_optimizer,
+        build_optimizer=functools.partial(torch.optim.SGD, lr=0.0),  # the step has its own
         global_batch=global_batch,
         count=batch_size,
         fixed_micro_batch=global_batch,
@@ -147,11 +147,6 @@ def step_loss(model: nn.Module, batch: Batch) -> LossSum:
     assert isinstance(model, StepModel), "the workload of a step builds one"
     samples = batch_size(batch)
     return LossSum(model.anchor * model.run(batch["index"]) * samples, samples)
-
-
-def _no_optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """An optimizer that leaves the stand-in's number as it is: the step has its own."""
-    return torch.optim.SGD(parameters, lr=0.0)
 
 
 def time_step(workload: Workload) -> float:
