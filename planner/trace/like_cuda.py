@@ -47,6 +47,10 @@ class LikeCuda(TorchFunctionMode):
         if name == "scaled_dot_product_attention":  # fused, it draws its mask anew in the backward, and keeps none
             named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
             return func(**{**named, **kwargs, "dropout_p": 0.0})
+        if func is torch.Tensor.backward and not (
+            args[1:] or any(v is not None and v is not False for v in kwargs.values())
+        ):
+            return self._backward(args[0])
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if name in ("grouped_mm", "_grouped_mm"):
@@ -54,6 +58,14 @@ class LikeCuda(TorchFunctionMode):
         if name in IN_FP32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
         return func(*args, **kwargs)
+
+    def _backward(self, loss: torch.Tensor) -> Any:
+        """The backward of a loss. Checkpointed blocks run their forward in it, which is CUDA's too: but a mode is off
+        while it handles a call, and every form of `backward` is such a call. So autograd's engine is asked itself."""
+        with self:
+            return torch.autograd.graph._engine_run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
