@@ -1,8 +1,8 @@
 """ModelProfile: what one micro-step of a model computes, moves and keeps, each as a straight line in the samples.
 
 And the variants: which of them a configuration is made of, and which a search has to trace. Loads no torch.
-`planner/trace/trace.py` makes profiles of real programs, and `planner/cost/analytical/transformer.py` makes them from a
-transformer's dimensions. The cost model reads nothing else about a model.
+`planner/trace/trace.py` makes profiles of real programs; `planner/cost/operations.py` those of a transformer by its
+dimensions. The cost model reads nothing else about a model.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class OperationGroup(Record):
     n: LinearFit = ZERO
     k: LinearFit = ZERO
     batch: LinearFit = ZERO
+    of_experts: bool = Field(default=False, description="`batch` counts experts, which expert parallelism divides")
     measured_s: float | None = Field(default=None, description="seconds of one operation by itself on the device")
     measured_samples: float = 0.0
     measured_more_s: float | None = Field(default=None, description="the same at more samples; None: not measured")

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from autoplan.errors import WorkloadError
+from autoplan.planner.cost.operations import Shape
 from autoplan.record import Record
 from autoplan.strategies.workloads.function_file import NAMED
 
@@ -32,6 +33,17 @@ class Transformer(Record):
     positions: int = Field(default=0, description="learned position embeddings; 0: none (rotary, ALiBi)")
     max_length: int | None = Field(default=None, description="the model's own sequence length")
 
+    products_apart: bool = Field(default=False, description="queries, keys, values, gate, up are products of their own")
+    experts: int = Field(default=0, ge=0, description="of a block; 0: none")
+    active_experts: int = Field(default=0, ge=0, description="that work on one token")
+    expert_ffn: int = Field(default=0, ge=0, description="width of one expert")
+    shared_ffn: int = Field(default=0, ge=0, description="width of the experts that work on every token")
+    dense_layers: int = Field(default=0, ge=0, description="of a model with experts, the layers without")
+    query_rank: int = Field(default=0, ge=0, description="of latent attention (MLA); 0: queries are one product")
+    kv_rank: int = Field(default=0, ge=0, description="of latent attention; 0: plain attention")
+    rope_dim: int = Field(default=0, ge=0, description="of a head of latent attention, its rotary part")
+    value_dim: int | None = Field(default=None, description="of a head; None: head_dim")
+
     @property
     def attention_width(self) -> int:
         """Width of the queries: heads x head_dim."""
@@ -43,10 +55,39 @@ class Transformer(Record):
         return self.kv_heads * (self.head_dim or self.hidden // self.heads)
 
     @property
-    def block_parameters(self) -> int:
-        """Weights of one block: attention, feed-forward, two norms; biases of the plain form are left out (0.1 %)."""
-        attention = self.hidden * (2 * self.attention_width + 2 * self.kv_width)
-        return attention + (3 if self.gated_mlp else 2) * self.hidden * self.ffn + 2 * self.hidden
+    def value_width(self) -> int:
+        """Width of what attention puts out."""
+        return self.attention_width if self.value_dim is None else self.heads * self.value_dim
+
+    @property
+    def dense_share(self) -> float:
+        """Share of the blocks without experts."""
+        return self.dense_layers / self.layers if self.experts else 1.0
+
+    @property
+    def _attention_parameters(self) -> int:
+        h, a = self.hidden, self.attention_width
+        if not self.kv_rank:
+            return h * (a + self.value_width + 2 * self.kv_width)
+        queries = self.query_rank * (h + a) if self.query_rank else h * a
+        keys = h * (self.kv_rank + self.rope_dim)
+        return (
+            queries + keys + self.kv_rank * (a - self.heads * self.rope_dim + self.value_width) + self.value_width * h
+        )
+
+    @property
+    def expert_parameters(self) -> float:
+        """Weights of the experts of one block, of the mean block."""
+        return (1 - self.dense_share) * self.experts * (3 if self.gated_mlp else 2) * self.hidden * self.expert_ffn
+
+    @property
+    def block_parameters(self) -> float:
+        """Weights of one block, of the mean one where blocks differ: attention, feed-forward or experts, two norms;
+        biases of the plain form are left out (0.1 %)."""
+        once = (3 if self.gated_mlp else 2) * self.hidden
+        dense, sparse = self.dense_share * self.ffn, (1 - self.dense_share) * self.shared_ffn
+        router = (1 - self.dense_share) * self.experts * self.hidden
+        return self._attention_parameters + once * (dense + sparse) + self.expert_parameters + router + 2 * self.hidden
 
     @property
     def embedding_parameters(self) -> int:
@@ -56,7 +97,31 @@ class Transformer(Record):
     @property
     def parameters(self) -> int:
         """All weights."""
-        return self.layers * self.block_parameters + self.embedding_parameters + self.hidden
+        return round(self.layers * self.block_parameters) + self.embedding_parameters + self.hidden
+
+    def shape(self, seq_len: int, **more: Any) -> Shape:
+        """The sizes that its operations follow from; `more`: what Shape has besides."""
+        return Shape(
+            seq_len=float(seq_len),
+            hidden=float(self.hidden),
+            heads=float(self.heads),
+            attention_width=float(self.attention_width),
+            kv_width=float(self.kv_width),
+            value_width=float(self.value_width),
+            ffn=float(self.ffn),
+            gated=self.gated_mlp,
+            vocab=float(self.vocab),
+            dense=self.dense_share,
+            experts=float(self.experts),
+            active=float(self.active_experts),
+            expert_ffn=float(self.expert_ffn),
+            shared_ffn=float(self.shared_ffn),
+            query_rank=float(self.query_rank),
+            kv_rank=float(self.kv_rank),
+            rope_dim=float(self.rope_dim),
+            apart=self.products_apart,
+            **{"document_len": float(seq_len), **more},
+        )
 
 
 def is_traced(name: str) -> bool:
@@ -72,6 +137,7 @@ def is_traced(name: str) -> bool:
 
 
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")
+_SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 
 def from_config(config: dict[str, Any], name: str) -> Transformer:
@@ -95,8 +161,9 @@ def from_config(config: dict[str, Any], name: str) -> Transformer:
             positions=length,
             max_length=length,
         )
-    if kind == "bert" or kind in _GATED:
+    if kind == "bert" or kind in (*_GATED, *_SPARSE):
         heads = config["num_attention_heads"]
+        sizes: dict[str, Any] = {"head_dim": config.get("head_dim")} | (_sparse(config) if kind in _SPARSE else {})
         return Transformer(
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
@@ -104,17 +171,32 @@ def from_config(config: dict[str, Any], name: str) -> Transformer:
             kv_heads=config.get("num_key_value_heads") or heads,
             ffn=config["intermediate_size"],
             vocab=config["vocab_size"],
-            gated_mlp=kind in _GATED,
+            gated_mlp=kind != "bert",
             tied_embeddings=bool(config.get("tie_word_embeddings", kind == "bert")),
-            head_dim=config.get("head_dim"),
             positions=config.get("max_position_embeddings", 0) if kind == "bert" else 0,
             max_length=config.get("max_position_embeddings"),
+            products_apart=kind not in ("bert", "phi3"),
+            **sizes,
         )
     raise WorkloadError(
         f"{name} is of type {kind!r}, for which no closed form is known",
-        hint=f"The closed form knows gpt2, bert, {', '.join(_GATED)}. A config.json of any other is traced; or give "
-        "the dimensions in a table: --rows.",
+        hint=f"The closed form knows gpt2, bert, {', '.join((*_GATED, *_SPARSE))}. A config.json of any other is "
+        "traced; or give the dimensions in a table: --rows.",
     )
+
+
+def _sparse(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields for experts and latent attention, by the names that the families have for them."""
+    ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
+    experts = config.get("num_local_experts") or config.get("n_routed_experts") or config["num_experts"]
+    found = {"experts": experts, "active_experts": config["num_experts_per_tok"], "expert_ffn": ffn}
+    found["shared_ffn"] = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * ffn
+    found["dense_layers"] = config.get("first_k_dense_replace", 0)
+    if config.get("kv_lora_rank"):
+        rope = config["qk_rope_head_dim"]
+        found |= {"kv_rank": config["kv_lora_rank"], "query_rank": config.get("q_lora_rank") or 0, "rope_dim": rope}
+        found |= {"head_dim": config["qk_nope_head_dim"] + rope, "value_dim": config["v_head_dim"]}
+    return found
 
 
 @functools.cache
