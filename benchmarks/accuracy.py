@@ -25,9 +25,13 @@ from typing import Any
 import numpy as np
 
 from autoplan.planner.cost.analytical.layouts import Layouts
-from autoplan.planner.cost.analytical.memory import activation_bytes
 from autoplan.planner.cost.analytical.rows import estimate_rows
-from autoplan.planner.cost.analytical.step_time import EstimateTable, estimate_layouts, learn_correction
+from autoplan.planner.cost.analytical.step_time import (
+    EstimateTable,
+    activation_bytes,
+    estimate_layouts,
+    learn_correction,
+)
 from autoplan.planner.cost.columns import Floats
 from autoplan.planner.cost.prediction import Z_90
 from benchmarks import accuracy_time
@@ -304,7 +308,7 @@ def korthikanti() -> dict[str, float]:
         assert estimated.layouts is not None and estimated.table is not None, estimated.reasons
         table, columns = estimated.table, estimated.layouts
         held = table.parameters_bytes[0] + table.gradients_bytes[0] + table.optimizer_bytes[0]
-        kept, _ = activation_bytes(columns)
+        kept = activation_bytes(columns)
         states.append(held / 2**30 / float(r["params_and_optimizer_gib"]) - 1)
         activations.append(kept[0] / 2**30 / float(r["activations_gib"]) - 1)
     return {"states": float(np.mean(np.abs(states))), "activations": float(np.mean(np.abs(activations)))}

@@ -169,6 +169,8 @@ class Columns:
         checkpointed: Share of the blocks that are checkpointed whole, 0 to 1.
         scatters_each: gradient_sync=every: sharded gradients are scattered at each micro-step, not their sum at the
             last one.
+        cp: Ranks that share each sequence (context parallelism); a rank has 1/cp of its tokens.
+        ep: Ranks that share the experts, of the data-parallel ones.
         reduces_16bit: Gradients are reduced in 16 bits. autoplan reduces them in fp32 (strategies/techniques/
             data_parallel.py, reduce_dtype); most other trainers under FSDP in 16 bits.
     """
@@ -183,6 +185,8 @@ class Columns:
     reduces_16bit: Bools
     tp: Floats
     sequence_parallel: Bools
+    cp: Floats
+    ep: Floats
     pp: Floats
     virtual_stages: Floats
     schedule: Ints
@@ -204,7 +208,12 @@ class Columns:
     @property
     def num_ranks(self) -> Floats:
         """All ranks."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def samples(self) -> Floats:
+        """Samples of a micro-batch that a rank works on: a part of each, where ranks share the sequences."""
+        return self.micro_batch / self.cp
 
     @property
     def half(self) -> Bools:
@@ -275,6 +284,8 @@ def config_columns(
         "scatters_each": table.has("gradient_sync", "every"),
         "reduces_16bit": np.zeros(len(table), dtype=bool),
         "sequence_parallel": np.ones(len(table), dtype=bool),
+        "cp": np.ones(len(table)),
+        "ep": np.ones(len(table)),
         "schedule": table.column("pp_schedule", SCHEDULES.index),
         "precision": table.column("precision", PRECISIONS.index),
         "checkpointing": checkpointing,

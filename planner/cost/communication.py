@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoplan.planner.cost.columns import SHARDINGS, Columns, Floats
+from autoplan.planner.cost.columns import SHARDINGS, Bools, Columns, Floats
 from autoplan.planner.cost.states import ModelSize, StateWidths
 from autoplan.probes.profile import HardwareProfile
 
@@ -121,11 +121,51 @@ def links_of(hardware: HardwareProfile, device: str) -> Links:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlockExchange:
+    """What ranks of one micro-step exchange within each block because experts or sequences are shared; arrays.
+
+    Attributes:
+        sent_bytes: Of tokens, that a rank sends to experts in the mean block, forward: rows x width.
+        keys_bytes: Of a rank's own part of the keys and values in a block.
+        attention_s: Forward attention of a block, which a ring of keys and values runs beside.
+        ring: Keys and values go round (Liu et al. 2023, arXiv 2310.01889); else they are gathered before attention
+            (Llama 3, arXiv 2407.21783, section 3.3.2) and nothing hides it.
+    """
+
+    sent_bytes: Floats
+    keys_bytes: Floats
+    attention_s: Floats
+    ring: Bools
+
+    def seconds(self, c: Columns, links: Links, num_blocks: Floats) -> Floats:
+        """Seconds per micro-step of all blocks of a stage that show: twice forward's in the backward, and once more as
+        far as blocks are checkpointed.
+
+        Tokens go to their experts and come back, in each pass: two all-to-alls of (ep - 1)/ep of them (GShard, Lepikhin
+        et al. 2020, arXiv 2006.16668, section 3). Nothing hides them; DeepSeek's DualPipe would.
+        """
+        per_node = np.asarray(links.ranks_per_node, dtype=np.float64)
+        on_node = np.clip(per_node / c.tp, 1.0, None)
+        inside = np.minimum(on_node, c.ep)
+        leaves = 1.0 - inside / c.ep  # the share of its tokens that a rank sends to other nodes
+        moved = self.sent_bytes * np.maximum(
+            (c.ep - 1) / c.ep / links.intra_bytes_per_s, leaves / links.inter_bytes_per_s
+        )
+        waits = links.ramp_s + (inside - 1) * links.intra_latency_s + (c.ep / inside - 1) * ASSUMED_RING_LATENCY_S
+        sent = np.where((c.ep > 1) & (self.sent_bytes > 0), 2 * (moved + waits), 0.0)
+        whole = links.gather_s(self.keys_bytes * c.cp, c.cp, np.minimum(on_node, c.cp))
+        shown = np.where(self.ring, np.maximum(whole - self.attention_s, 0.0), whole)
+        once = sent + np.where(c.cp > 1, shown, 0.0)
+        # the backward sends gradients as the forward sends tokens; of keys and values it moves both, at twice the work
+        return np.asarray(num_blocks * (sent + once + np.where(c.cp > 1, shown, 0.0) + c.checkpointed * once))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
     """Seconds of communication of a rank, by kind, before any of it hides behind compute.
 
     Attributes:
-        tensor_s: Per micro-step, of all blocks of a rank; nothing hides it.
+        tensor_s: Per micro-step, of all blocks of a rank, by tensor, expert and context parallelism; nothing hides it.
         send_s: Per micro-step and stage boundary, forward and backward together; nothing hides it.
         gather_s: Per micro-step, of gathering sharded parameters; overlaps with the micro-step.
         gradient_s: Per optimizer step, of reducing gradients; overlaps with the backward of each micro-step that does.
@@ -139,7 +179,14 @@ class Exchange:
     after_s: Floats
 
 
-def exchange(columns: Columns, links: Links, size: ModelSize, widths: StateWidths, boundary_bytes: Floats) -> Exchange:
+def exchange(
+    columns: Columns,
+    links: Links,
+    size: ModelSize,
+    widths: StateWidths,
+    boundary_bytes: Floats,
+    shared: BlockExchange | None = None,
+) -> Exchange:
     """The communication of a rank in a step, by kind.
 
     Args:
@@ -148,6 +195,7 @@ def exchange(columns: Columns, links: Links, size: ModelSize, widths: StateWidth
         size: The model.
         widths: Bytes per parameter that are gathered and reduced.
         boundary_bytes: The activation between two blocks, per micro-step, in the width in which it is kept.
+        shared: What is exchanged where experts or sequences are shared; None: neither is.
     """
     c, tp = columns, columns.tp
     per_node = np.asarray(links.ranks_per_node, dtype=np.float64)
@@ -172,9 +220,14 @@ def exchange(columns: Columns, links: Links, size: ModelSize, widths: StateWidth
     # once per step (strategies/techniques/data_parallel.py, fsdp_gradient_sync: set_requires_all_reduce at the last)
     scattered = links.gather_s(reduced_bytes, c.dp_shard, local) + waiting
     shards = np.where(c.sharding > 0, scattered, links.all_reduce_s(reduced_bytes, c.dp_shard, local))
-    replicas = links.all_reduce_s(reduced_bytes / c.shards, c.dp_replicate, local_replicas)
+    # ranks that share sequences have gradients of their own parts, reduced like a replica's
+    copies = c.dp_replicate * c.cp
+    replicas = links.all_reduce_s(reduced_bytes * size.alone(c) / c.shards, copies, local_replicas)
+    tensor_s = all_reduces * links.all_reduce_s(boundary_bytes, tp, np.minimum(tp, per_node))
+    if shared is not None:
+        tensor_s = tensor_s + shared.seconds(c, links, blocks)
     return Exchange(
-        tensor_s=all_reduces * links.all_reduce_s(boundary_bytes, tp, np.minimum(tp, per_node)),
+        tensor_s=tensor_s,
         send_s=np.where(c.pp > 1, 2 * message, 0.0),
         gather_s=np.where(c.shards_parameters, times * (gathered + waiting), 0.0),
         gradient_s=shards * reductions(c) + replicas,

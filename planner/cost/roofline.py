@@ -37,6 +37,8 @@ FP8_EFFICIENCY = 0.8
 # Fused attention's share of the rate of large products (FlashAttention-2, arXiv 2307.08691 figures 4 to 6: 50-70 % of
 # what products reach, backward lower): tables
 FLASH_EFFICIENCY = 0.5
+# Plain attention's two products are batched ones of small k: tables (vTrain)
+EAGER_EFFICIENCY = 0.85
 # Of a width of heads that is not known: between the usual 64 and 128.
 ASSUMED_HEAD_DIM = 96.0
 # Host seconds per operation of an eager block, Python, autograd and module hooks included (0.9 ms a block forward):

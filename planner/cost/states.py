@@ -32,6 +32,8 @@ class ModelSize:
     Attributes:
         largest_parameter: Of the largest tensor: the embedding of a language model.
         flat_parameters: Frozen parameters have gradients too, as in a FlatParameter of FSDP1.
+        expert_share: Of all parameters, the share of experts, which expert parallelism divides.
+        frozen_bytes: Of a frozen parameter of a block, where it is quantised (QLoRA); 0: as the others.
     """
 
     parameters: float | Floats
@@ -40,6 +42,14 @@ class ModelSize:
     block_parameters: float | Floats
     largest_parameter: float | Floats
     flat_parameters: bool | Bools = False
+    expert_share: float | Floats = 0.0
+    frozen_bytes: float | Floats = 0.0
+
+    def alone(self, columns: Columns) -> Floats:
+        """Of the parameters that a rank would hold without shards, the share left where ranks share the experts."""
+        if not np.any(columns.ep > 1):
+            return np.asarray(1.0)
+        return np.asarray(1.0 - np.asarray(self.expert_share) * (1.0 - 1.0 / columns.ep))
 
     @property
     def outside_parameters(self) -> Floats:
@@ -149,16 +159,22 @@ def rank_parameters(size: ModelSize, columns: Columns) -> Floats:
 
 def state_bytes(columns: Columns, size: ModelSize, widths: StateWidths) -> StateBytes:
     """Bytes of all states on the fullest rank."""
-    held = rank_parameters(size, columns)
-    shards = columns.shards
+    held, alone = rank_parameters(size, columns), size.alone(columns)
+    # shards are parts of what a rank holds alone, over fewer ranks: the same bytes of experts as of all others
+    shards = np.where(columns.shards > 1, columns.shards, 1 / alone)
     stepped = held * size.trained_share / shards
     made = widths.gradient * held * size.gradient_share
+    width = widths.parameter
+    if np.any(size.frozen_bytes):  # embeddings and the head stay as they are
+        quantised = np.where(np.asarray(size.frozen_bytes) > 0, 1.0 - size.trained_share, 0.0)
+        quantised = quantised * size.num_blocks * size.block_parameters / np.maximum(size.parameters, 1)
+        width = (1 - quantised) * width + quantised * size.frozen_bytes
     return StateBytes(
-        parameters=widths.parameter * held / np.where(columns.shards_parameters, shards, 1.0),
-        gradients=made / np.where(columns.keeps_whole_gradients, 1.0, shards),
+        parameters=width * held / np.where(columns.shards_parameters, shards, 1 / alone),
+        gradients=made / np.where(columns.keeps_whole_gradients, 1 / alone, shards),
         optimizer=(widths.master + widths.optimizer) * stepped,
-        gathered=_gathered_bytes(columns, size, widths),
-        stepped_gradients=made / np.where(columns.shards_gradients, shards, 1.0),
+        gathered=_gathered_bytes(columns, size, widths) * alone,
+        stepped_gradients=made / np.where(columns.shards_gradients, shards, 1 / alone),
         temporaries=_temporary_bytes(columns, size, widths, stepped),
     )
 

@@ -18,8 +18,7 @@ from autoplan.planner.cost.analytical.cluster import Cluster, cluster_hardware, 
 from autoplan.planner.cost.analytical.inputs import OTHER_INPUTS, check_names, read_inputs
 from autoplan.planner.cost.analytical.layout_search import LARGEST_MICRO_BATCH, Answer, Asked, in_order, powers
 from autoplan.planner.cost.analytical.memory import group_bytes
-from autoplan.planner.cost.analytical.step_time import EstimateTable, node_share
-from autoplan.planner.cost.calibrate import FACTORS
+from autoplan.planner.cost.analytical.step_time import EstimateTable, node_share, parts_by_name
 from autoplan.planner.cost.columns import PRECISIONS, Floats
 from autoplan.planner.cost.prediction import CONTEXT_BYTES, RESERVE, Z_90, verdicts
 from autoplan.planner.cost.traced.candidates import Candidates, from_configs
@@ -46,16 +45,6 @@ WANTED = {"precision": ("bf16", "fp16"), "compile": ("block", "model")}
 
 VARIED = ("checkpointing",)
 """The knobs besides degrees and the micro-batch that are varied; all others stay as in the plain run."""
-
-PARTS = {
-    "matmul": ("matmul/full", "matmul/half", "matmul/fp8"),
-    "attention": ("attention",),
-    "memory": ("memory", "fused_memory", "first_touch"),
-    "launch": ("dispatch",),
-    "communication": ("communication",),
-    "optimizer": ("optimizer",),
-}
-"""The parts of a step as the answer names them, and the factors of the calibration that they are made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,24 +120,18 @@ class TracedQuestion(Asked):
 
     def _table(self, predicted: CostTable, columns: Candidates, groups: Floats, peak: Floats) -> EstimateTable:
         """The predictions as the answer's columns; `peak` is that of all ranks in FLOP/s."""
-        parts = {
-            f"{name}_s": sum((predicted.parts_s[FACTORS.index(factor)] for factor in factors), np.zeros(len(columns)))
-            for name, factors in PARTS.items()
-        }
+        parts = parts_by_name(predicted.parts_s)
         busy = predicted.step_time_s
         tokens = self.global_batch * self.seq_len
         rate = self.cluster.input_tokens_per_s or np.inf
         loading = node_share(columns, self.cluster.gpus_per_node) * tokens / rate
         step = np.maximum(busy, loading)
-        nothing = np.zeros(len(columns))
         return EstimateTable(
             step_time_s=step,
             bubble_s=predicted.bubble_s,
             input_s=step - busy,
             loading_s=loading,
             log_sd=np.log(predicted.step_time_high_s / predicted.step_time_s) / Z_90,
-            loss_bytes=nothing,
-            temporaries_bytes=nothing,
             overhead_bytes=predicted.peak_memory_bytes - predicted.live_bytes + groups,
             peak_memory_bytes=predicted.peak_memory_bytes + groups,
             model_flops=predicted.model_flops,

@@ -199,6 +199,8 @@ def read_settings(values: Mapping[str, str], model: Transformer, chip: Chip, def
         UsageError: what does not go together, or that the chip cannot do.
     """
     names = ("precision", "fp8", "compile", "attention", "loss", "optimizer_step")
+    if values.get("states") == "megatron":  # apex's FusedAdam
+        defaults = {"optimizer_step": "fused", **defaults}
     knobs = {name: check_knob(name, values.get(name, defaults.get(name, getattr(PLAIN, name)))) for name in names}
     knobs |= {name: check_knob(name, values[name]) for name in IGNORED_KNOBS if name in values}
     precision = "fp8" if knobs["fp8"] != "off" else knobs["precision"]
@@ -209,11 +211,16 @@ def read_settings(values: Mapping[str, str], model: Transformer, chip: Chip, def
     columns = {
         **dimension_columns(model),
         **chip_columns(chip, peak),
-        "precision": PRECISIONS.index(precision),
+        "precision": PRECISIONS.index("bf16" if precision == "fp8" else precision),
         "attention": ATTENTION.index(knobs["attention"]),
         "loss": _loss(values, knobs["loss"]),
         "trainable": _trainable(values, model),
         "flat_parameters": flag(values, "flat_parameters", False),
+        "document_len": number(values, "document_len", 0.0),
+        "capacity": number(values, "expert_capacity", 1.0),
+        "imbalance_sd": number(values, "expert_imbalance", 0.1),
+        "ring": choice(values, "cp_exchange", ("ring", "gather"), "ring") == "ring",
+        "frozen_bytes": 0.0,
         **_state_columns(values, precision),
     }
     other = {name: values[name] for name in OTHER_INPUTS if name in values and name != "sharding"}

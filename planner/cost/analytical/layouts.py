@@ -1,4 +1,4 @@
-"""Layouts: transformers on clusters as columns, one row per configuration of one model on one cluster.
+"""Layouts: transformers on clusters as candidates, one row per configuration of one model on one cluster.
 
 And what contradicts itself in a layout, said in a sentence instead of being estimated.
 """
@@ -13,18 +13,13 @@ import numpy as np
 
 from autoplan.planner.cost.analytical.cluster import Chip
 from autoplan.planner.cost.analytical.transformer import Transformer
-from autoplan.planner.cost.columns import (
-    CHECKPOINTING,
-    PRECISIONS,
-    SHARDINGS,
-    Bools,
-    Columns,
-    Floats,
-    Ints,
-    config_columns,
-)
+from autoplan.planner.cost.columns import CHECKPOINTING, SHARDINGS, Bools, ConfigTable, Floats, Ints, config_columns
+from autoplan.planner.cost.offload import OFFLOADS
+from autoplan.planner.cost.operations import Shape
 from autoplan.planner.cost.states import ModelSize, StateWidths, state_widths
-from autoplan.strategies.config import Attention, TrainingConfig
+from autoplan.planner.cost.traced.candidates import FP8, MICRO_STEP_KNOBS, Candidates
+from autoplan.planner.trace.model_profile import PLAIN as PLAIN_VARIANT
+from autoplan.strategies.config import PLAIN, Attention, TrainingConfig
 from autoplan.strategies.techniques.rules import incompatible
 
 # own: as the model has it, which for transformers' models is sdpa (fused attention on GPUs)
@@ -45,12 +40,16 @@ FOREACH_TEMPORARY_BYTES = {"adamw": 4.0, "adam": 4.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layouts(Columns):
-    """Columns, and what else the closed form needs; attention and loss are codes of ATTENTION and LOSSES.
+class Layouts(Candidates):
+    """Candidates, each with its transformer and its chip; attention and loss are codes of ATTENTION and LOSSES.
 
     Attributes:
-        attention_width, kv_width: Width of queries; of keys.
+        attention_width, kv_width: Width of queries; of keys. The other dimensions are those of
+            `operations.Shape`. block_experts: parameters of experts in the mean block.
         trainable: Parameters that are trained; the others are frozen (LoRA).
+        frozen_bytes: Of a frozen parameter that is quantised; 0: as the others.
+        ring: Context parallelism sends keys and values round; else it gathers them.
+        imbalance_sd: Standard deviation of the logarithm of what the busiest rank's experts get over an equal share.
         peak_flops_per_s: Dense, in the row's precision; memory_*: of the chip; processors: multiprocessors (SMs).
         matmul_efficiency: What large matrix products reach of the peak before any calibration.
         intra_bytes_per_s, inter_bytes_per_s: Per GPU, one direction.
@@ -68,6 +67,22 @@ class Layouts(Columns):
     ffn: Floats
     vocab: Floats
     gated_mlp: Bools
+    value_width: Floats
+    dense: Floats
+    experts: Floats
+    active: Floats
+    expert_ffn: Floats
+    shared_ffn: Floats
+    query_rank: Floats
+    kv_rank: Floats
+    rope_dim: Floats
+    products_apart: Bools
+    block_experts: Floats
+    document_len: Floats
+    capacity: Floats
+    imbalance_sd: Floats
+    ring: Bools
+    frozen_bytes: Floats
     parameters: Floats
     block_parameters: Floats
     trainable: Floats
@@ -104,14 +119,40 @@ class Layouts(Columns):
         return np.asarray(self.attention == ATTENTION.index("eager"))
 
     @property
-    def fp8(self) -> Bools:
-        """Products of linear layers run in 8 bits."""
-        return np.asarray(self.precision == PRECISIONS.index("fp8"))
-
-    @property
     def compute_width(self) -> Floats:
         """Bytes of an element that products read and write."""
         return np.where(self.half, 2.0, 4.0)
+
+    @property
+    def shape(self) -> Shape:
+        """What the operations of each row follow from."""
+        return Shape(
+            seq_len=self.seq_len,
+            document_len=self.document_len,
+            hidden=self.hidden,
+            heads=self.heads,
+            attention_width=self.attention_width,
+            kv_width=self.kv_width,
+            value_width=self.value_width,
+            ffn=self.ffn,
+            gated=self.gated_mlp,
+            vocab=self.vocab,
+            dense=self.dense,
+            experts=self.experts,
+            active=self.active,
+            expert_ffn=self.expert_ffn,
+            shared_ffn=self.shared_ffn,
+            capacity=self.capacity,
+            query_rank=self.query_rank,
+            kv_rank=self.kv_rank,
+            rope_dim=self.rope_dim,
+            apart=self.products_apart,
+            width=self.compute_width,
+            plain_attention=self.eager_attention,
+            selective=self.selective,
+            fp8=self.fp8 > 0,
+            trained=self.trained_share,
+        )
 
     @property
     def size(self) -> ModelSize:
@@ -123,6 +164,8 @@ class Layouts(Columns):
             block_parameters=self.block_parameters,
             largest_parameter=self.vocab * self.hidden,
             flat_parameters=self.flat_parameters,
+            expert_share=self.layers * self.block_experts / self.parameters,
+            frozen_bytes=self.frozen_bytes,
         )
 
     @property
@@ -163,8 +206,10 @@ def make_layouts(layouts: Sequence[Layout], rows: Sequence[Mapping[str, Any]], n
         rows: For each the columns that its knobs do not fill; one mapping: the same for all.
         num_blocks: Layers of each.
     """
+    table = ConfigTable.of([layout.config for layout in layouts])
+    nothing = np.zeros(len(layouts))
     columns = config_columns(
-        [layout.config for layout in layouts],
+        table,
         np.array([layout.accumulation for layout in layouts], dtype=np.float64),
         device="cuda",
         num_blocks=num_blocks,
@@ -174,9 +219,20 @@ def make_layouts(layouts: Sequence[Layout], rows: Sequence[Mapping[str, Any]], n
         "global_batch": np.array([float(layout.global_batch) for layout in layouts]),
         "sharding": np.array([SHARDINGS.index(layout.sharding) for layout in layouts]),
         "sequence_parallel": np.array(split),
+        "variants": (PLAIN_VARIANT,),
+        "variant": nothing.astype(np.int64),
+        "full_variant": nothing.astype(np.int64),
+        # rows differ in more than their knobs; layouts of one model in nothing else
+        "micro_step": table.alike(MICRO_STEP_KNOBS) if len(rows) == 1 else np.arange(len(layouts)),
+        "fp8": table.column("fp8", FP8.index),
+        "offload": nothing.astype(np.int64) + OFFLOADS.index(PLAIN.offload),
+        "moments": nothing.astype(np.int64),
+        "threads": nothing,
+        **dict.fromkeys(("graphs", "liger", "keeps_memory", "by_chance"), nothing > 0),
     }
     for name in rows[0]:
         columns[name] = np.array([row[name] for row in rows]) if len(rows) > 1 else np.full(len(layouts), rows[0][name])
+    columns["document_len"] = np.where(columns["document_len"] > 0, columns["document_len"], columns["seq_len"])
     return Layouts(**{f.name: columns[f.name] for f in fields(Layouts)})
 
 
@@ -191,6 +247,17 @@ def dimension_columns(model: Transformer) -> dict[str, Any]:
         "ffn": float(model.ffn),
         "vocab": float(model.vocab),
         "gated_mlp": model.gated_mlp,
+        "value_width": float(model.value_width),
+        "dense": model.dense_share,
+        "experts": float(model.experts),
+        "active": float(model.active_experts),
+        "expert_ffn": float(model.expert_ffn),
+        "shared_ffn": float(model.shared_ffn),
+        "query_rank": float(model.query_rank),
+        "kv_rank": float(model.kv_rank),
+        "rope_dim": float(model.rope_dim),
+        "products_apart": model.products_apart,
+        "block_experts": float(model.expert_parameters),
         "parameters": float(model.parameters),
         "block_parameters": float(model.block_parameters),
         "trainable": float(model.parameters),

@@ -26,8 +26,8 @@ from autoplan.planner.cost.analytical.inputs import (
     whole,
 )
 from autoplan.planner.cost.analytical.layouts import Layout, Layouts, contradiction, make_layouts
-from autoplan.planner.cost.analytical.memory import MEMORY_SD, memory_parts, memory_verdicts
-from autoplan.planner.cost.analytical.step_time import EstimateTable, estimate_layouts
+from autoplan.planner.cost.analytical.memory import MEMORY_SD, memory_verdicts
+from autoplan.planner.cost.analytical.step_time import EstimateTable, estimate_layouts, peak_bytes
 from autoplan.planner.cost.analytical.transformer import Transformer, find_transformer
 from autoplan.planner.cost.columns import Floats
 from autoplan.planner.cost.correction import Correction
@@ -330,8 +330,8 @@ def estimate_rows(rows: Sequence[Mapping[str, Any]], correction: Correction | No
     return EstimatedRows(
         table=estimate_layouts(layouts, correction),
         layouts=layouts,
-        lowest_bytes=memory_parts(replace(layouts, scatters_each=each))["peak"],
-        highest_bytes=memory_parts(replace(layouts, flat_parameters=frozen))["peak"],
+        lowest_bytes=peak_bytes(replace(layouts, scatters_each=each)),
+        highest_bytes=peak_bytes(replace(layouts, flat_parameters=frozen)),
         place=place,
         reasons=reasons,
         notes={i: parsed[j].inputs.notes for i, j in place.items() if parsed[j].inputs.notes},

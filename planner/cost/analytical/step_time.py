@@ -1,67 +1,57 @@
-"""Step time of transformers on clusters in closed form: every quantity is an array over rows, no loop over layers.
+"""Estimates of layouts: the operations of their transformers, written down, priced by the same code as traced ones.
 
-Notation as in the field: b micro-batch, s sequence, h hidden, f ffn width, a heads, L layers, V vocabulary, t tensor,
-p pipeline, d data degrees, m micro-batches of a step on a rank. One micro-batch of one block is, forward,
-
-    QKV (bs x (h + 2 h_kv)/t x h), projection (bs x h x h/t), up (bs x g f/t x h), down (bs x h x f/t)   matrix products
-    4 b s^2 h / t                                                                        attention (half, causal flash)
-    norms, residuals, activation                                                         passes over memory
-
-and twice that backward (Megatron-LM, arXiv 2104.04473 and 2205.05198). The time of each product follows from its shape.
-States, communication and the pipeline are those of `planner.cost`; memory is in `analytical.memory`.
-
-Constants that say "tables" were set by the step times of llm-foundry, fms-fsdp and vTrain (docs/accuracy.md); those
-that say "assumed" come from what is written beside them, and nothing was fitted to them.
+Each row has its model, chip and links, so that sizes and rates are arrays. Layouts that differ in nothing that a
+micro-step's operations depend on have theirs priced once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from autoplan.planner.cost.analytical.layouts import Layouts
-from autoplan.planner.cost.analytical.memory import MEMORY_PARTS, memory_parts
-from autoplan.planner.cost.columns import Columns, Floats
-from autoplan.planner.cost.communication import Exchange, boundary_width, datasheet_links, exchange
+from autoplan.planner.cost.analytical.layouts import LOSSES, Layouts
+from autoplan.planner.cost.analytical.memory import MEMORY_PARTS, group_bytes
+from autoplan.planner.cost.calibrate import FACTORS
+from autoplan.planner.cost.columns import Columns, Floats, first_of_each
+from autoplan.planner.cost.communication import BlockExchange, datasheet_links
 from autoplan.planner.cost.correction import Correction, learn
-from autoplan.planner.cost.prediction import BANDWIDTH_EFFICIENCY, bound_of, spread
-from autoplan.planner.cost.roofline import FP8_EFFICIENCY, LAUNCH_S, attention_rate, product_seconds
-from autoplan.planner.cost.step import step_seconds
-
-# Plain attention's two products are batched ones of small k: tables (vTrain)
-EAGER_EFFICIENCY = 0.85
-# Operations of a block, forward: unfused eager, counted; what torch.compile leaves of them, by COMPILES: assumed
-BLOCK_LAUNCHES = 26.0
-COMPILED_LAUNCHES = np.array([1.0, 0.5, 0.4])
-HEAD_LAUNCHES = 40.0
-# Passes of 2 bytes over b s h that norms, residuals, dropout and biases make forward, and over b s f that the
-# activation makes, by COMPILES: counted for a plain block; compiled: tables (fms-fsdp)
-BLOCK_PASSES = np.array([18.0, 10.0, 10.0])
-ACTIVATION_PASSES = np.array([5.0, 3.0, 3.0])
-# Bytes read and written per logit (16 bits and fp32, log-softmax and its gradient) and per element of the hidden
-# states: counted
-LOGIT_BYTES = 26.0
-HEAD_BYTES = 12.0
-# A backward's time beside its forward's: fused attention recomputes (FlashAttention-2); passes and launches: tables
-ATTENTION_BACKWARD = 2.5
-MEMORY_BACKWARD = 1.6
-LAUNCH_BACKWARD = 1.7
-# Selective checkpointing runs attention and half of the element-wise operations again: assumed
-SELECTIVE_AGAIN = {"matmul": 0.0, "attention": 1.0, "memory": 0.5, "launch": 0.5}
-# Passes that scale, cast and transpose each operand of an fp8 product (Transformer Engine): tables (llm-foundry, fp8)
-FP8_PASSES = 8.0
-# Host seconds to launch one collective: assumed
-COLLECTIVE_LAUNCH_S = 20e-6
-# Host time of a pipeline stage per micro-batch: to receive, run, send, twice, and to pick the next instruction: tables
-# (vTrain)
-PIPELINE_TURN_S = 2e-3
-# Bytes per parameter of an optimizer step: Adam reads gradient, master weight and two moments and writes three and the
-# 16-bit weight, and unscaling, the norm and clipping pass over fp32 gradients four times more: counted. With
-# 2 x its states' bytes on top that is Adam's 46.
-STEP_BYTES = 30.0
-STEP_OVERHEAD_S = 1e-3
-
+from autoplan.planner.cost.operations import (
+    FUSED_BACKWARD,
+    SELECTIVE_KEEPS,
+    checkpointed_groups,
+    kept_bytes,
+    loss_bytes,
+    transformer_groups,
+    transformer_variant,
+)
+from autoplan.planner.cost.prediction import (
+    ALLOCATOR_SLACK,
+    BANDWIDTH_EFFICIENCY,
+    CONTEXT_BYTES,
+    bound_of,
+    spread,
+)
+from autoplan.planner.cost.roofline import (
+    EAGER_EFFICIENCY,
+    FP8_EFFICIENCY,
+    LAUNCH_S,
+    attention_rate,
+)
+from autoplan.planner.cost.states import state_bytes
+from autoplan.planner.cost.step import held_micro_batches
+from autoplan.planner.cost.traced.memory import MemoryParts, micro_step_peak, peak_parts, unit_gradient_bytes
+from autoplan.planner.cost.traced.rates import DatasheetProducts, Rates
+from autoplan.planner.cost.traced.step_time import (
+    BLOCK,
+    PARTS,
+    Machine,
+    executed_flops,
+    parts_of_step,
+    times_of_kinds,
+)
+from autoplan.planner.trace.model_profile import PLAIN, LinearFit, ModelProfile, PeakFit, VariantProfile
 
 # Standard deviation of the logarithm of an uncalibrated step time: of the tables' rows (docs/accuracy.md)
 UNCALIBRATED_SD = 0.17
@@ -90,9 +80,7 @@ class EstimateTable:
     gradients_bytes: Floats
     optimizer_bytes: Floats
     activations_bytes: Floats
-    loss_bytes: Floats
     gathered_bytes: Floats
-    temporaries_bytes: Floats
     overhead_bytes: Floats
     peak_memory_bytes: Floats
     model_flops: Floats
@@ -123,99 +111,16 @@ class EstimateTable:
         return max(busy / factor, loading), max(busy * factor, loading)
 
 
+FACTORS_OF = {
+    "matmul": ("matmul/full", "matmul/half", "matmul/fp8"),
+    "attention": ("attention",),
+    "memory": ("memory", "fused_memory", "first_touch"),
+    "launch": ("dispatch",),
+    "communication": ("communication",),
+    "optimizer": ("optimizer",),
+}
+"""The parts of a step as an answer names them, and the factors of the calibration that they are made of."""
 TIME_PARTS = ("matmul", "attention", "memory", "launch", "communication", "bubble", "optimizer", "input")
-KINDS = ("matmul", "attention", "memory", "launch")
-
-
-def _product_seconds(m: Floats, n: Floats, k: Floats, rows: Layouts, width: Floats) -> Floats:
-    """Seconds of one matrix product of each row, see `roofline.product_seconds`."""
-    reached = rows.matmul_efficiency * np.where(rows.fp8, FP8_EFFICIENCY, 1.0)
-    return product_seconds(
-        m,
-        n,
-        k,
-        flops_per_s=reached * rows.peak_flops_per_s,
-        memory_bytes_per_s=rows.memory_bytes_per_s,
-        processors=rows.processors,
-        width=width,
-    )
-
-
-def estimate_layouts(rows: Layouts, correction: Correction | None = None) -> EstimateTable:
-    """Step time and peak memory of every row.
-
-    Args:
-        rows: The layouts.
-        correction: What measured step times have taught; None: nothing.
-    """
-    stage, through = _compute_seconds(rows)
-    moved = _exchange(rows)
-    turn = np.where(rows.pp > 1, PIPELINE_TURN_S, 0.0)
-    device = stage["matmul"] + stage["attention"] + stage["memory"]
-    # collectives are launched by the same thread; what it cannot keep up with shows
-    collectives = (rows.tp > 1) * np.ceil(rows.layers / rows.pp) * (4 + 2 * rows.checkpointed)
-    launched = stage["launch"] + collectives * COLLECTIVE_LAUNCH_S
-    launch = np.maximum(launched - device - moved.tensor_s - moved.send_s, 0.0) + turn
-    all_stages = np.maximum(through["matmul"] + through["attention"] + through["memory"], through["launch"])
-    step = step_seconds(rows, moved, stage_s=device + launch, all_stages_s=all_stages + rows.pp * turn, device="cuda")
-    m = rows.accumulation
-    parts = {
-        "matmul_s": m * stage["matmul"],
-        "attention_s": m * stage["attention"],
-        "memory_s": m * stage["memory"],
-        "launch_s": m * launch,
-        "communication_s": step.communication_s,
-        "bubble_s": step.bubble_s,
-        "optimizer_s": _optimizer_seconds(rows),
-    }
-    log_sd = np.full(len(rows), UNCALIBRATED_SD)
-    if correction is not None:
-        factor, log_sd = correction.predict(np.column_stack(list(parts.values())), _kinds(rows))
-        parts = {name: factor * seconds for name, seconds in parts.items()}
-    return _as_table(rows, parts, log_sd)
-
-
-def _as_table(rows: Layouts, parts: dict[str, Floats], log_sd: Floats) -> EstimateTable:
-    """The table of what the GPUs take, with what the input adds, FLOPs and memory."""
-    busy = sum(parts.values(), np.zeros(len(rows)))
-    # loaders prefetch: a batch is made while the step before it runs
-    tokens = rows.global_batch * rows.seq_len
-    loading = node_share(rows, rows.gpus_per_node) * tokens / rows.input_tokens_per_s
-    waited = np.maximum(loading - busy, 0.0)
-    step = busy + waited
-    model_flops, hardware_flops = flops(rows)
-    available = rows.peak_flops_per_s * rows.num_ranks * step
-    memory = memory_parts(rows)
-    return EstimateTable(
-        step_time_s=step,
-        input_s=waited,
-        loading_s=loading,
-        log_sd=log_sd,
-        model_flops=model_flops,
-        hardware_flops=hardware_flops,
-        mfu=model_flops / available,
-        hfu=hardware_flops / available,
-        peak_memory_bytes=memory.pop("peak"),
-        **parts,
-        **{f"{name}_bytes": value for name, value in memory.items()},
-    )
-
-
-def _compute_seconds(rows: Layouts) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """Seconds by kind of one micro-batch on the fullest stage, and through all stages.
-
-    A block runs forward once and backward, and forward once more as far as it is checkpointed; the last stage has the
-    head on top of its blocks.
-    """
-    block, head = _block(rows), _head(rows)
-    stage, through = {}, {}
-    for kind in KINDS:
-        forward, backward = block[kind]
-        again = rows.checkpointed * forward + np.where(rows.selective, SELECTIVE_AGAIN[kind] * forward, 0.0)
-        one = forward + backward + again
-        stage[kind] = np.ceil(rows.layers / rows.pp) * one + head.get(kind, 0.0)
-        through[kind] = rows.layers * one + head.get(kind, 0.0)
-    return stage, through
 
 
 def node_share(columns: Columns, gpus_per_node: float | Floats) -> Floats:
@@ -229,103 +134,198 @@ def node_share(columns: Columns, gpus_per_node: float | Floats) -> Floats:
     return np.asarray(ranks / columns.dp)
 
 
-def flops(rows: Layouts) -> tuple[Floats, Floats]:
-    """FLOPs of a step: the model's, and those executed with recomputation.
+def parts_by_name(parts: Floats) -> dict[str, Floats]:
+    """Seconds by part as an answer names them, from rows per calibration factor."""
+    nothing = np.zeros(parts.shape[1])
+    return {
+        f"{name}_s": sum((parts[FACTORS.index(factor)] for factor in factors), nothing)
+        for name, factors in FACTORS_OF.items()
+    }
 
-    72 B L s h^2 (1 + s/(6h) + V/(12 h L)) for a plain block (arXiv 2104.04473, section 5.1; the attention term is that
-    of the whole square, no causal discount), written for any widths; forward is a third of it; full checkpointing runs
-    the blocks' forward once more (96 in place of 72), selective the attention's.
+
+def estimate_layouts(rows: Layouts, correction: Correction | None = None) -> EstimateTable:
+    """Step time and peak memory of every row.
+
+    Args:
+        rows: The layouts.
+        correction: What measured step times have taught; None: nothing.
     """
-    sequences = rows.global_batch
-    up = np.where(rows.gated_mlp, 3.0, 2.0)
-    products = (
-        2 * rows.seq_len * rows.layers * rows.hidden * (2 * rows.attention_width + 2 * rows.kv_width + up * rows.ffn)
+    first, kind = first_of_each(rows.micro_step)
+    few = rows if len(first) == len(rows) else rows.take(first)
+    machine = _machine(few)
+    plain, full = variants(few)
+    times, executed = times_of_kinds(machine, plain, full, few)
+    forward = plain.model_copy(update={"groups": tuple(g for g in plain.groups if g.phase == "forward")})
+    model = 3 * executed_flops(forward, few.layers, few.samples)
+    if few is not rows:
+        times, executed, model = times[..., kind], executed[kind], model[kind]
+        machine = _machine(rows)
+    if np.any((rows.ep > 1) | (rows.cp > 1)):
+        machine = replace(machine, block_exchange=_shared(rows, times))
+    all_parts, bubble, flops = parts_of_step(machine, times, executed, rows, None)
+    parts = parts_by_name(all_parts) | {"bubble_s": bubble}
+    log_sd = np.full(len(rows), UNCALIBRATED_SD)
+    if correction is not None:
+        factor, log_sd = correction.predict(np.column_stack(list(parts.values())), _kinds(rows))
+        parts = {name: factor * seconds for name, seconds in parts.items()}
+    if rows.experts.any():  # the busiest expert's rank sets the pace of all that share experts
+        busy = sum(parts.values(), np.zeros(len(rows)))
+        log_sd = np.hypot(log_sd, np.where(rows.ep > 1, rows.imbalance_sd * parts["matmul_s"] / busy, 0.0))
+    return _as_table(rows, parts, log_sd, model * rows.accumulation * rows.dp * rows.cp, flops)
+
+
+def _shared(rows: Layouts, times: Floats) -> BlockExchange:
+    """What ranks that share experts or sequences exchange in a block; latent attention sends what keys and values are
+    made of."""
+    tokens = rows.compute_width * rows.samples * rows.seq_len / rows.tp
+    keys = np.where(rows.kv_rank > 0, rows.kv_rank + rows.rope_dim, 2 * rows.kv_width)
+    return BlockExchange(
+        sent_bytes=tokens * rows.hidden * rows.active * rows.capacity * (1 - rows.dense),
+        keys_bytes=tokens * keys,
+        attention_s=times[BLOCK, PARTS.index("attention")] / (1 + FUSED_BACKWARD + rows.checkpointed),
+        ring=rows.ring,
     )
-    attention = 4 * rows.seq_len**2 * rows.attention_width * rows.layers
-    head = 2 * rows.seq_len * rows.hidden * rows.vocab
-    model = 3 * sequences * (products + attention + head)
-    again = rows.checkpointed * (products + attention) + np.where(rows.selective, attention, 0.0)
-    return model, model + sequences * again
 
 
-def _block(rows: Layouts) -> dict[str, tuple[Floats, Floats]]:
-    """Seconds of one block and micro-batch, forward and backward, by kind."""
-    forward, backward = _block_products(rows)
-    attention = _attention_seconds(rows)
-    memory = _block_memory_seconds(rows)
-    launches = BLOCK_LAUNCHES * COMPILED_LAUNCHES[rows.compiled] * LAUNCH_S
-    return {
-        "matmul": (forward, backward),
-        "attention": (attention, ATTENTION_BACKWARD * attention),
-        "memory": (memory, MEMORY_BACKWARD * memory),
-        "launch": (launches, LAUNCH_BACKWARD * launches),
-    }
+def _as_table(
+    rows: Layouts, parts: dict[str, Floats], log_sd: Floats, model_flops: Floats, hardware_flops: Floats
+) -> EstimateTable:
+    """The table of what the GPUs take, with what the input adds, and memory."""
+    busy = sum(parts.values(), np.zeros(len(rows)))
+    # loaders prefetch: a batch is made while the step before it runs
+    tokens = rows.global_batch * rows.seq_len
+    loading = node_share(rows, rows.gpus_per_node) * tokens / rows.input_tokens_per_s
+    waited = np.maximum(loading - busy, 0.0)
+    step = busy + waited
+    available = rows.peak_flops_per_s * rows.num_ranks * step
+    memory = memory_of(rows)
+    overhead = _overhead(rows, memory)
+    return EstimateTable(
+        step_time_s=step,
+        input_s=waited,
+        loading_s=loading,
+        log_sd=log_sd,
+        model_flops=model_flops,
+        hardware_flops=hardware_flops,
+        mfu=model_flops / available,
+        hfu=hardware_flops / available,
+        overhead_bytes=overhead,
+        peak_memory_bytes=memory.live + overhead,
+        **parts,
+        **{f"{name}_bytes": getattr(memory, name) for name in MEMORY_PARTS if name != "overhead"},
+    )
 
 
-def _block_products(rows: Layouts) -> tuple[Floats, Floats]:
-    """Seconds of a block's matrix products, forward and backward; a frozen weight has no gradient of its own."""
-    t, h, a = rows.tp, rows.hidden, rows.attention_width
-    tokens, width = rows.micro_batch * rows.seq_len, rows.compute_width
-    up = np.where(rows.gated_mlp, 2.0, 1.0) * rows.ffn
-    forward, backward = np.zeros(len(rows)), np.zeros(len(rows))
-    for n, k in (((a + 2 * rows.kv_width) / t, h), (h, a / t), (up / t, h), (h, rows.ffn / t)):
-        forward = forward + _product_seconds(tokens, n, k, rows, width)
-        backward = backward + _product_seconds(tokens, k, n, rows, width)
-        backward = backward + rows.trained_share * _product_seconds(n, k, tokens, rows, width)
-    return forward, backward
+def _overhead(rows: Layouts, memory: MemoryParts) -> Floats:
+    return np.asarray(CONTEXT_BYTES + group_bytes(rows) + ALLOCATOR_SLACK * memory.live)
 
 
-def _attention_seconds(rows: Layouts) -> Floats:
-    """Seconds of a block's attention, forward; fused attention skips what the causal mask hides, plain does not."""
-    rate = rows.matmul_efficiency * rows.peak_flops_per_s * np.where(rows.fp8, 0.5, 1)
-    square = 4 * rows.micro_batch * rows.seq_len**2 * rows.attention_width / rows.tp
+def peak_bytes(rows: Layouts) -> Floats:
+    """Bytes of the fullest GPU."""
+    memory = memory_of(rows)
+    return memory.live + _overhead(rows, memory)
+
+
+def variants(rows: Layouts) -> tuple[VariantProfile, VariantProfile]:
+    """The rows' micro-steps without whole-block checkpointing, and with every block checkpointed."""
+    groups = transformer_groups(rows.shape)
+    nothing = np.zeros(len(rows))
+    return tuple(  # type: ignore[return-value]
+        transformer_variant(found, PLAIN, (), nothing) for found in (groups, checkpointed_groups(groups))
+    )
+
+
+def _machine(rows: Layouts) -> Machine:
+    """Each row's model on its chip and links, by datasheets."""
+    wide = rows.peak_flops_per_s * np.where(rows.fp8 > 0, 0.5, 1.0) * rows.matmul_efficiency
     head_dim = rows.attention_width / rows.heads
-    eager = square / (EAGER_EFFICIENCY * head_dim / (head_dim + 24) * rate)
-    return np.where(rows.eager_attention, eager, square / attention_rate(rate, head_dim))
+    of_chip: dict[str, Any] = {"memory_bytes_per_s": rows.memory_bytes_per_s, "processors": rows.processors}
+    products = DatasheetProducts(flops_per_s=wide, width=rows.compute_width, **of_chip)
+    narrow = DatasheetProducts(flops_per_s=2 * FP8_EFFICIENCY * wide, width=rows.compute_width, **of_chip)
+    rates = Rates(
+        device="cuda",
+        matmul=dict.fromkeys(("float32", "tf32", "bfloat16", "float16"), products) | {"float8": narrow},
+        attention_flops_per_s={
+            "float32": attention_rate(wide, head_dim),
+            "plain": EAGER_EFFICIENCY * head_dim / (head_dim + 24) * wide,
+        },
+        memory_bytes_per_s=BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s,
+        dispatch_s=LAUNCH_S,
+        casts_apart=False,
+    )
+    profile = ModelProfile.model_construct(
+        method="closed_form",
+        device="cuda",
+        parameters=rows.parameters,
+        trainable=rows.trainable,
+        num_blocks=rows.layers,
+        optimizer_state_bytes_per_parameter=rows.optimizer_bytes,
+        parameter_tensors=12 * rows.layers,
+        clips_gradients=True,
+        linear_weights=(),
+        boundary_bytes=LinearFit.model_construct(fixed=0.0, per_sample=4.0 * rows.seq_len * rows.hidden),
+    )
+    return Machine(
+        profile=profile,
+        rates=rates,
+        links=datasheet_links(rows.intra_bytes_per_s, rows.inter_bytes_per_s, rows.gpus_per_node),
+        device="cuda",
+        size=rows.size,
+        widths=rows.widths,
+    )
 
 
-def _block_memory_seconds(rows: Layouts) -> Floats:
-    """Seconds of a block's passes over memory, forward: norms, residuals, activation, and plain attention's scores."""
-    tokens = rows.micro_batch * rows.seq_len
-    up = np.where(rows.gated_mlp, 2.0, 1.0) * rows.ffn
-    shared = np.where(rows.sequence_parallel, rows.tp, 1.0)
-    outer = (BLOCK_PASSES[rows.compiled] + np.where(rows.fp8, FP8_PASSES, 0.0)) * rows.hidden / shared
-    passes = 2.0 * tokens * (outer + ACTIVATION_PASSES[rows.compiled] * up / rows.tp)
-    # scores written, softmax and dropout read and written, the mask, read again: 6 passes of the s x s matrix
-    square = 12.0 * rows.micro_batch * rows.heads / rows.tp * rows.seq_len**2
-    scores = np.where(rows.eager_attention, square, 0.0)
-    return np.asarray((passes + scores) / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s))
+def memory_of(rows: Layouts) -> MemoryParts:
+    """Bytes of live tensors on the fullest GPU, the first pipeline stage, by part."""
+    size, widths, shape = rows.size, rows.widths, rows.shape
+    states = state_bytes(rows, size, widths)
+    blocks = np.ceil(rows.layers / rows.pp)
+    one, kept, inputs = kept_by_policy(rows)
+    loss = loss_bytes(shape, rows.tp, rows.samples, *(rows.loss == LOSSES.index(name) for name in ("fused", "chunked")))
+    loss = np.where(rows.pp > 1, 0.0, loss)
+    unit, outside = unit_gradient_bytes(size)
+    made = widths.gradient * size.gradient_share / rows.tp * size.alone(rows)
+    whole = made * (blocks * size.block_parameters + size.outside_parameters)
+
+    def peaks(saved: Floats, ends: Floats) -> tuple[PeakFit, ...]:
+        parts = (("head", saved + loss, 0.0), ("backward", saved + ends, made * size.block_parameters))
+        parts += (("tail", one, whole),)  # type: ignore[assignment]
+        return tuple(
+            PeakFit.model_construct(part=part, first=_fixed(later + more), later=_fixed(later))
+            for part, later, more in parts
+        )
+
+    plain, full = (
+        transformer_variant([], PLAIN, peaks(saved, ends), 0.0)
+        for saved, ends in ((blocks * kept, 0.0 * one), (blocks * inputs, one))
+    )
+    first, later = micro_step_peak(plain, full, rows, (unit / rows.tp, outside / rows.tp))
+    share = rows.checkpointed
+    waiting = np.maximum(held_micro_batches(rows, rows.accumulation / rows.passes) - 1, 0.0)
+    waiting = waiting * blocks * ((1 - share) * kept + share * inputs)
+    return peak_parts(rows, size, states, first + waiting, later + waiting)
 
 
-def _head(rows: Layouts) -> dict[str, Floats]:
-    """Seconds of embedding, output head and loss, forward and backward."""
-    n, k = rows.vocab / rows.tp, rows.hidden
-    tokens, width = rows.micro_batch * rows.seq_len, rows.compute_width
-    seconds = _product_seconds(tokens, n, k, rows, width)
-    seconds = seconds + _product_seconds(tokens, k, n, rows, width)
-    seconds = seconds + rows.trained_share * _product_seconds(n, k, tokens, rows, width)
-    # the head stays in 16 bits
-    seconds = seconds * np.where(rows.fp8, 2 * FP8_EFFICIENCY, 1.0)
-    moved = tokens * (LOGIT_BYTES * n + HEAD_BYTES * k) / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s)
-    return {
-        "matmul": seconds,
-        "memory": moved,
-        "launch": np.full(len(rows), HEAD_LAUNCHES * LAUNCH_S),
-    }
+def _fixed(value: Floats) -> LinearFit:
+    return LinearFit.model_construct(fixed=value, per_sample=0.0)
 
 
-def _exchange(rows: Layouts) -> Exchange:
-    """The communication of a rank by kind, over links of which the datasheet is known."""
-    links = datasheet_links(rows.intra_bytes_per_s, rows.inter_bytes_per_s, rows.gpus_per_node)
-    boundary = boundary_width(rows) * rows.micro_batch * rows.seq_len * rows.hidden
-    return exchange(rows, links, rows.size, rows.widths, boundary)
+def kept_by_policy(rows: Layouts) -> tuple[Floats, Floats, Floats]:
+    """Bytes that a block keeps of a micro-batch: all, by the row's policy where it is not checkpointed whole, and its
+    input where it is."""
+    apart = np.where(rows.sequence_parallel, rows.tp, 1.0)
+    one = rows.samples * kept_bytes(rows.shape, rows.tp, apart)
+    kept = np.where(rows.selective & ~rows.eager_attention, SELECTIVE_KEEPS * one, one)
+    inputs = rows.compute_width * rows.samples * rows.seq_len * rows.hidden / apart
+    return one, np.asarray(kept), np.asarray(inputs)
 
 
-def _optimizer_seconds(rows: Layouts) -> Floats:
-    """Seconds of the optimizer step over a rank's share of the trained parameters."""
-    mine = rows.trainable / (rows.tp * rows.pp * rows.shards)
-    moved = mine * (STEP_BYTES + 2 * rows.optimizer_bytes)
-    return np.asarray(moved / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s) + STEP_OVERHEAD_S)
+def activation_bytes(rows: Layouts) -> Floats:
+    """Bytes that all blocks of the first stage keep for their backward, of all micro-batches that wait for it."""
+    one, kept, inputs = kept_by_policy(rows)
+    share, blocks = rows.checkpointed, np.ceil(rows.layers / rows.pp)
+    held = held_micro_batches(rows, rows.accumulation / rows.passes) * blocks
+    return np.asarray(((1 - share) * kept + share * inputs) * held + share * one)
 
 
 def learn_correction(rows: Layouts, seconds: Floats) -> Correction:

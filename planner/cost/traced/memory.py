@@ -15,7 +15,7 @@ import numpy as np
 
 from autoplan.planner.cost.columns import STATES, Floats
 from autoplan.planner.cost.offload import Offloaded, device_states, left_bytes, offloaded
-from autoplan.planner.cost.states import ModelSize, StateWidths, state_bytes, state_widths
+from autoplan.planner.cost.states import ModelSize, StateBytes, StateWidths, state_bytes, state_widths
 from autoplan.planner.cost.step import held_micro_batches
 from autoplan.planner.cost.traced.candidates import MOMENT_SHARES, Candidates
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantProfile
@@ -91,21 +91,41 @@ def traced_memory(
         profile: The model.
         candidates: All of that variant.
     """
-    c, size = candidates, profile_size(profile)
+    c = candidates
+    size, widths = profile_size(profile), profile_widths(profile, c)
     moved = traced_offload(variant, full, profile, c)
-    states = device_states(state_bytes(c, size, profile_widths(profile, c)), moved, c, size)
-    first, later = _stage_peaks(variant, full, profile, c)
+    states = device_states(state_bytes(c, size, widths), moved, c, size)
+    first, later = _stage_peaks(variant, full, profile, size, c)
     left = left_bytes(moved, _blend(variant.block_saved_bytes, full.block_saved_bytes, c))
     first, later = (np.maximum(peak - left, 0.0) for peak in (first, later))
-    # one micro-step with the gradients that it makes; of several the later ones, beside all gradients
-    micro_steps = np.where(c.accumulation > 1, np.maximum(first, later + states.gradients), first)
+    batch = profile.batch_bytes.at(c.samples * c.accumulation)
+    return peak_parts(c, size, states, first, later, batch)
+
+
+def peak_parts(
+    c: Candidates, size: ModelSize, states: StateBytes, first: Floats, later: Floats, batch: Floats | float = 0.0
+) -> MemoryParts:
+    """The peak of a step from its states and from its micro-steps.
+
+    Args:
+        c: The configurations.
+        size: The model.
+        states: Bytes of its states.
+        first, later: Largest bytes alive in a micro-step on the first pipeline stage: with the gradients that it makes,
+            and without them.
+        batch: Of the batch.
+    """
+    # one micro-step with the gradients that it makes; of several the later ones, beside all gradients. DDP's and
+    # ZeRO-1's buckets, and Megatron's gradients, are there from the start
+    buckets = (~c.shards_gradients & (c.dp > 1)) | (c.states == STATES.index("megatron"))
+    held = (c.accumulation > 1) | buckets
+    micro_steps = np.where(held, np.maximum(first, later + states.gradients), first)
     # at the very end of a backward that scatters as it goes nothing of the micro-step is left but the gradients of what
     # lies outside the blocks, twice
-    _, outside = _unit_gradient_bytes(profile)
+    outside = 4.0 * size.trained_share * size.outside_parameters
     scattered_last = np.where(c.keeps_whole_gradients, 0.0, 2 * outside / (c.tp * c.pp))
     peak = np.maximum(micro_steps, states.gradients + np.maximum(states.temporaries, scattered_last))
     gradients = np.minimum(states.gradients, peak)
-    batch = profile.batch_bytes.at(c.micro_batch * c.accumulation)
     return MemoryParts(
         parameters=states.parameters,
         optimizer=states.optimizer,
@@ -125,13 +145,16 @@ def traced_offload(
 
 
 def _stage_peaks(
-    variant: VariantProfile, full: VariantProfile, profile: ModelProfile, c: Candidates
+    variant: VariantProfile, full: VariantProfile, profile: ModelProfile, size: ModelSize, c: Candidates
 ) -> tuple[Floats, Floats]:
     """Largest bytes alive in a micro-step on the first pipeline stage: with the gradients it makes, and without them.
 
     The stage has L/p blocks, and the activations of every micro-batch that waits for its backward.
     """
-    first, later = _micro_step_peak(variant, full, profile, c)
+    block, outside = unit_gradient_bytes(size)
+    if not profile.num_blocks:  # blocks that differ are units all the same
+        outside = 4.0 * size.trained_share * profile.largest_unit_parameters
+    first, later = micro_step_peak(variant, full, c, (block, outside), profile.fewest_samples)
     saved = profile.num_blocks * _blend(variant.block_saved_bytes, full.block_saved_bytes, c)
     scale = np.where(c.pp > 1, 1 / c.pp, 1.0) / np.where(c.sequence_parallel, c.tp, 1.0)
     held = held_micro_batches(c, c.accumulation / c.passes)
@@ -139,23 +162,25 @@ def _stage_peaks(
     return first * scale + waiting, later * scale + waiting
 
 
-def _unit_gradient_bytes(profile: ModelProfile) -> tuple[float, float]:
+def unit_gradient_bytes(size: ModelSize) -> tuple[Floats, Floats]:
     """Bytes of the gradients of one block, and of all that lies outside the blocks: what FSDP2 scatters at once.
 
     A unit's gradients are whole until its backward ends, and copied in one piece to be scattered. The outermost unit's
     backward ends last, and that of the output head is among its first gradients.
     """
-    trained = 4.0 * profile.trainable / max(profile.parameters, 1)
-    outside = profile.parameters - profile.num_blocks * profile.block_parameters
-    outside = outside if profile.num_blocks else profile.largest_unit_parameters
-    return trained * profile.block_parameters, trained * outside
+    trained = 4.0 * size.trained_share
+    return np.asarray(trained * size.block_parameters), np.asarray(trained * size.outside_parameters)
 
 
-def _micro_step_peak(
-    variant: VariantProfile, full: VariantProfile, profile: ModelProfile, c: Candidates
+def micro_step_peak(
+    variant: VariantProfile,
+    full: VariantProfile,
+    c: Candidates,
+    units: tuple[Floats, Floats],
+    fewest_samples: float = 1.0,
 ) -> tuple[Floats, Floats]:
     """Largest bytes alive in a micro-step of a whole model: with the gradients it makes, and without them."""
-    block, outside = _unit_gradient_bytes(profile)
+    block, outside = units
     whole = c.keeps_whole_gradients
     # of the gradients made, the share that the rank keeps; the rest is scattered as the backward goes on
     kept = 1 / np.where(whole, 1.0, c.shards)
@@ -168,7 +193,7 @@ def _micro_step_peak(
         other = of_full.get(peak.part, peak)
         made = _blend(peak.first, other.first, c), _blend(peak.later, other.later, c)
         if variant.key.loss == "fused" and peak.part == "head":
-            least = max(profile.fewest_samples, 1.0)
+            least = max(fewest_samples, 1.0)
             made = (
                 _chunked(made[0], peak.first, other.first, c, least),
                 _chunked(made[1], peak.later, other.later, c, least),
@@ -188,13 +213,13 @@ def _chunked(peak: Floats, plain: LinearFit, full: LinearFit, c: Candidates, few
         c: The candidates.
         fewest_samples: The smallest micro-batch that was traced.
     """
-    shrunk = np.minimum(c.micro_batch, fewest_samples) / fewest_samples
-    at_fewest = _blend(plain, full, replace(c, micro_batch=np.full(len(c), fewest_samples)))
+    shrunk = np.minimum(c.samples, fewest_samples) / fewest_samples
+    at_fewest = _blend(plain, full, replace(c, micro_batch=np.full(len(c), fewest_samples), cp=np.ones(len(c))))
     return np.minimum(peak, np.where(shrunk < 1, shrunk * at_fewest, peak))
 
 
 def _blend(none: LinearFit, full: LinearFit, candidates: Candidates) -> Floats:
     """Between no block and every block checkpointed whole."""
     share = candidates.checkpointed
-    samples = candidates.micro_batch
+    samples = candidates.samples
     return np.asarray((1 - share) * none.at(samples) + share * full.at(samples))

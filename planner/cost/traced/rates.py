@@ -14,6 +14,7 @@ import itertools
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -76,10 +77,10 @@ class MatmulFit:
 class DatasheetProducts:
     """Seconds of a matrix product in one dtype on a chip of which only the datasheet is known."""
 
-    flops_per_s: float
-    memory_bytes_per_s: float
-    processors: float
-    width: float
+    flops_per_s: Any
+    memory_bytes_per_s: Any
+    processors: Any
+    width: Any
     measured: bool = False
 
     def seconds(self, m: Floats, n: Floats, k: Floats, batch: float | Floats = 1.0) -> Floats:
@@ -107,20 +108,22 @@ class Rates:
         dispatch_s: Host time per eager operation, autograd included.
         first_touch_s_per_byte: What a page that was not there before costs more than one that was; CPU only.
         assumed: What no probe measured, in sentences.
+        casts_apart: Casts to 8 bits are operations of their own (torchao), not part of others (Transformer Engine).
         doubts: For a calibration factor, how uncertain the rates behind it are beyond the usual: the standard deviation
             of a logarithm. A factor has one if its rates had little time or were measured under load.
     """
 
     device: str
-    matmul: dict[str, MatmulFit | DatasheetProducts]
-    attention_flops_per_s: dict[str, float]
-    memory_bytes_per_s: float
+    matmul: Mapping[str, MatmulFit | DatasheetProducts]
+    attention_flops_per_s: dict[str, Any]
+    memory_bytes_per_s: Any
     dispatch_s: float
     first_touch_s_per_byte: float = 0.0
     thread_speed: dict[int, float] = field(default_factory=dict)
     threads: int = 0
     assumed: list[str] = field(default_factory=list)
     doubts: dict[str, float] = field(default_factory=dict)
+    casts_apart: bool = True
 
     def matmul_fit(self, dtype: str) -> MatmulFit | DatasheetProducts:
         """The fit of a dtype, or of float32 where that one was never measured."""
@@ -129,9 +132,10 @@ class Rates:
             return _in_8_bits(plain, FLOAT8_OVER_BFLOAT16)
         return found or self.matmul["float32"]
 
-    def attention_rate(self, dtype: str) -> float:
-        """FLOP/s of fused attention in a dtype."""
-        return self.attention_flops_per_s.get(dtype) or self.attention_flops_per_s["float32"]
+    def attention_rate(self, dtype: str) -> Any:
+        """FLOP/s of fused attention in a dtype; `plain`: of attention by two products."""
+        known = self.attention_flops_per_s
+        return known[dtype if dtype in known else "float32"]
 
     def thread_slowdown(self, threads: Floats) -> Floats:
         """How much longer matmuls take on so many threads than on all; 0 threads: all."""

@@ -23,8 +23,10 @@ import numpy as np
 
 from autoplan.planner.cost.calibrate import FACTORS
 from autoplan.planner.cost.columns import COMPILES, DTYPES, PRECISIONS, STATES, Floats, first_of_each
-from autoplan.planner.cost.communication import Links, exchange
-from autoplan.planner.cost.offload import PARAMETERS, HostLink, transfer_s
+from autoplan.planner.cost.communication import BlockExchange, Exchange, Links, boundary_width, exchange
+from autoplan.planner.cost.offload import PARAMETERS, HostLink, Offloaded, transfer_s
+from autoplan.planner.cost.roofline import LAUNCH_S
+from autoplan.planner.cost.states import ModelSize, StateWidths
 from autoplan.planner.cost.step import step_seconds
 from autoplan.planner.cost.traced.candidates import FP8, Candidates
 from autoplan.planner.cost.traced.memory import profile_size, profile_widths, traced_offload
@@ -33,10 +35,9 @@ from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, V
 from autoplan.strategies.techniques.sizes import RECIPES, reason_against_sizes
 
 # The compiler fuses element-wise operations: what is left of their memory traffic and of their launches, per block or
-# over the whole model. Assumed to begin with (fusing gelu, dropout, residual and norm of a GPT-2 block leaves about a
-# third of the tensors read and written); the calibration corrects the time. On a CPU, where such an operation was
-# measured, its work on the elements stays and takes most of its time.
-FUSED_BYTES = np.array([1.0, 0.45, 0.42])
+# over the whole model. Bytes: tables (fms-fsdp). Launches: assumed; the calibration corrects the time. On a CPU, where
+# such an operation was measured, its work on the elements stays and takes most of its time.
+FUSED_BYTES = np.array([1.0, 0.57, 0.55])
 FUSED_WORK = np.array([1.0, 0.8, 0.75])
 FUSED_LAUNCHES = np.array([1.0, 0.35, 0.25])
 
@@ -77,6 +78,14 @@ FAULTS_APART = 1.0
 # torch.utils.checkpoint per block and micro-step, twice through Python: hooks, the random state kept and set again
 # (assumed from 0.3 to 0.5 ms on small blocks)
 CHECKPOINT_DISPATCH_S = 3e-4
+
+# Host seconds to launch one collective: assumed
+COLLECTIVE_LAUNCH_S = 20e-6
+# Host time of a pipeline stage per micro-batch: to receive, run, send, twice, and to pick the next instruction: tables
+# (vTrain)
+PIPELINE_TURN_S = 2e-3
+# What an optimizer step takes on CUDA whatever its size: zero_grad, the norm that clipping waits for. Assumed.
+STEP_OVERHEAD_S = 1e-3
 
 # Timed matrix products that take so much longer than the probe's fit are left out; only large ones are compared,
 # for small ones are mostly the host's time
@@ -125,7 +134,6 @@ def segment_times(
         # what lies outside the blocks stays eager where blocks are compiled
         fused = whole | ((group.segment == "block") & (candidates.compiled > 0))
         if group.kind == "memory":
-            row = np.where(fused, PARTS.index("fused_memory"), PARTS.index("memory"))
             if rates.device == "cpu" and group.measured_s is not None:
                 left = seconds * FUSED_WORK[candidates.compiled]
             else:
@@ -134,20 +142,28 @@ def segment_times(
             if group.segment == "block":
                 seconds = np.where(candidates.liger, LIGER_LEAVES * seconds, seconds)
         else:
-            row = np.full(size, PARTS.index("attention" if group.kind == "attention" else "matmul"))
             seconds = seconds * slow
         target = times[BLOCK if group.segment == "block" else REST]
         in_8_bits = np.zeros(size)
         if fp8 is not None and place in fp8:
             in_8_bits = fp8[place] * group.count
             seconds = seconds * (1 - fp8[place])
-            product_s = one_s * _time_ratio(group, rates, candidates, "float8", "bfloat16")
-            target[PARTS.index("fp8")] += in_8_bits * (product_s + cast_seconds(group, rates, candidates))
-        np.add.at(target, (row, np.arange(size)), seconds)
+            if rates.casts_apart:
+                product_s = one_s * _time_ratio(group, rates, candidates, "float8", "bfloat16")
+                product_s = product_s + cast_seconds(group, rates, candidates)
+            else:
+                product_s = _product_seconds(group, rates, candidates, "float8")
+            target[PARTS.index("fp8")] += in_8_bits * product_s
+        if group.kind == "memory":
+            target[PARTS.index("fused_memory")] += np.where(fused, seconds, 0.0)
+            target[PARTS.index("memory")] += np.where(fused, 0.0, seconds)
+        else:
+            target[PARTS.index("attention" if group.kind == "attention" else "matmul")] += seconds
         asked = SELECTIVE_DISPATCH_S if variant.key.checkpointing == "selective" and group.segment == "block" else 0.0
         dispatch = group.count * (rates.dispatch_s + np.where(fused, 0.0, asked))
         casts = np.where(candidates.compiled > 0, COMPILED_CAST_LAUNCHES, EAGER_CAST_LAUNCHES)
-        dispatch = dispatch + in_8_bits * casts * rates.dispatch_s
+        if rates.casts_apart:
+            dispatch = dispatch + in_8_bits * casts * rates.dispatch_s
         if group.kind == "memory":
             eager = np.where(candidates.liger & (group.segment == "block"), LIGER_LEAVES, 1.0)
             dispatch = dispatch * np.where(fused, FUSED_LAUNCHES[candidates.compiled], eager)
@@ -157,15 +173,15 @@ def segment_times(
 
 def _moved_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
     """Seconds to move the bytes of one operation of a group."""
-    moved = group.bytes_moved.at(candidates.micro_batch)
+    moved = group.bytes_moved.at(candidates.samples)
     share = np.where(candidates.sequence_parallel, candidates.tp, 1.0)
-    split = share if group.tensor_split == "all" else 1.0
+    split = share if group.tensor_split == "all" else candidates.tp if group.tensor_split == "n" else 1.0
     return np.asarray(moved / split / rates.memory_bytes_per_s)
 
 
 def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
     """Seconds of one operation of a group."""
-    samples = candidates.micro_batch
+    samples = candidates.samples
     tp = candidates.tp
     share = np.where(candidates.sequence_parallel, tp, 1.0) if group.tensor_split == "all" else tp
     split = np.ones_like(tp) if group.tensor_split == "none" else share
@@ -174,23 +190,34 @@ def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
     if group.kind == "memory":
         return _moved_seconds(group, rates, candidates)
     flops = group.flops.at(samples) / split
-    if group.kind == "attention" or group.m.at(1) == 0:
-        rate = rates.attention_rate(group.dtype) if group.kind == "attention" else None
-        if rate is None:
-            rate = rates.matmul_fit(group.dtype).flops_per_s
-        return np.asarray(flops / rate)
+    if group.kind == "attention":
+        return np.asarray(flops / rates.attention_rate(group.dtype))
+    if not np.any(group.m.at(1.0)):
+        return np.asarray(flops / rates.matmul_fit(group.dtype).flops_per_s)
+    return _product_seconds(group, rates, candidates)
+
+
+def _product_seconds(group: OperationGroup, rates: Rates, candidates: Candidates, dtype: str | None = None) -> Floats:
+    """Seconds of one product of known sizes, in a given dtype or in each candidate's own."""
+    samples, tp = candidates.samples, candidates.tp
     sizes = {}
     for name in ("m", "n", "k", "batch"):
         fit = getattr(group, name)
         sizes[name] = fit.at(samples)
         if group.tensor_split == name:
             sizes[name] = sizes[name] / tp
+    if group.of_experts:  # the rank has fewer of them, and each has the tokens of all ranks that share them
+        sizes["batch"] = sizes["batch"] / candidates.ep
+        grows = next(name for name in ("m", "n", "k") if np.any(getattr(group, name).per_sample))
+        sizes[grows] = sizes[grows] * candidates.ep
     count = np.maximum(sizes["batch"], 1.0)
+    wanted = [dtype or _product_dtype(group.dtype, DTYPES[int(code)]) for code in np.unique(candidates.precision)]
+    fits = [rates.matmul_fit(name) for name in wanted]
+    if all(fit is fits[0] for fit in fits):
+        return np.asarray(fits[0].seconds(sizes["m"], sizes["n"], sizes["k"], count))
     out = np.zeros_like(samples)
-    for code in np.unique(candidates.precision):
+    for code, fit in zip(np.unique(candidates.precision), fits, strict=True):
         here = candidates.precision == code
-        dtype = _product_dtype(group.dtype, DTYPES[int(code)])
-        fit = rates.matmul_fit(dtype)
         batch = np.broadcast_to(count, samples.shape)[here]
         m, n, k = (np.broadcast_to(sizes[name], samples.shape)[here] for name in ("m", "n", "k"))
         out[here] = fit.seconds(m, n, k, batch)
@@ -213,7 +240,7 @@ def _time_ratio(group: OperationGroup, rates: Rates, c: Candidates, dtype: str, 
     fast, slow = rates.matmul_fit(dtype), rates.matmul_fit(plain)
     if group.m.at(1) == 0:
         return np.full(len(c), slow.flops_per_s / fast.flops_per_s)
-    m, n, k = (fit.at(c.micro_batch) for fit in (group.m, group.n, group.k))
+    m, n, k = (fit.at(c.samples) for fit in (group.m, group.n, group.k))
     return fast.seconds(m, n, k) / slow.seconds(m, n, k)
 
 
@@ -269,7 +296,7 @@ def first_touches(variant: VariantProfile, num_blocks: int, candidates: Candidat
     for group in variant.groups:
         # a batch of alike operations allocates one after the other
         batch = max(group.batch.at(group.measured_samples or 1.0), 1.0) if group.kind == "memory" else 1.0
-        size = group.output_bytes.at(candidates.micro_batch)
+        size = group.output_bytes.at(candidates.samples)
         count = group.count * (num_blocks if group.segment == "block" else 1)
         out += np.where(size / batch > LARGEST_KEPT_BYTES, count * size, 0.0)
     return out
@@ -287,15 +314,13 @@ def optimizer_seconds(profile: ModelProfile, rates: Rates, candidates: Candidate
 
     An optimizer without state (SGD) makes 3 passes, one with momentum 5.
     """
-    states = profile.optimizer_state_bytes_per_parameter / 4
-    passes = (
-        OPTIMIZER_PASSES[candidates.optimizer_step] if states >= 1.5 else np.full(len(candidates), 3.0 + 2 * states)
-    )
-    c = candidates
-    in_bf16 = c.states != STATES.index("fp32")
-    clip = np.where(in_bf16, 0.5, 1.0) * (CLIP_PASSES if profile.clips_gradients else 0.0)
+    c, states = candidates, np.asarray(profile.optimizer_state_bytes_per_parameter) / 4
+    passes = np.where(states >= 1.5, OPTIMIZER_PASSES[c.optimizer_step], 3.0 + 2 * states)
+    in_bf16 = (c.states != STATES.index("fp32")) & (c.states != STATES.index("megatron"))
+    clip = np.where(in_bf16, 0.5, 1.0) * np.where(profile.clips_gradients, CLIP_PASSES, 0.0)
     rounding = (
         np.where(in_bf16, np.where(c.by_chance, CHANCE_PASSES[rates.device], MASTER_PASSES[rates.device]), 0.0)
+        + np.where(c.states == STATES.index("megatron"), 0.5, 0.0)  # the 16-bit weights are written too
         + MOMENT_PASSES[rates.device][c.moments]
     )
     moved = 4.0 * profile.trainable * share * (passes + clip + rounding)
@@ -306,11 +331,11 @@ def optimizer_seconds(profile: ModelProfile, rates: Rates, candidates: Candidate
     work = moved / rates.memory_bytes_per_s
     dispatch = launches * rates.dispatch_s
     if rates.device == "cuda":
-        return np.maximum(work, dispatch)
+        return np.maximum(work, dispatch) + STEP_OVERHEAD_S
     return work + dispatch
 
 
-def executed_flops(variant: VariantProfile, num_blocks: int, samples: Floats) -> Floats:
+def executed_flops(variant: VariantProfile, num_blocks: int | Floats, samples: Floats) -> Floats:
     """FLOPs that a micro-step executes, recomputation included."""
     out = np.zeros_like(samples)
     for group in variant.groups:
@@ -347,6 +372,13 @@ def fp8_shares(variant: VariantProfile, profile: ModelProfile, c: Candidates) ->
     return shares
 
 
+def all_fp8_shares(variant: VariantProfile, profile: ModelProfile, c: Candidates) -> dict[int, Floats]:
+    """The same where all products of blocks run in 8 bits, as Transformer Engine has it."""
+    share = np.where(c.fp8 > 0, 1.0, 0.0)
+    found = ((i, g) for i, g in enumerate(variant.groups) if g.kind == "matmul" and g.segment == "block")
+    return {place: share for place, group in found if group.name != "router"} if share.any() else {}
+
+
 def _sizes(group: OperationGroup) -> frozenset[int] | None:
     """The two sizes of a single product that no sample changes, beside one that samples do: a weight's."""
     if group.kind != "matmul" or group.m.at(1) == 0 or group.batch.at(2) > 1:
@@ -360,7 +392,7 @@ def cast_seconds(group: OperationGroup, rates: Rates, c: Candidates) -> Floats:
 
     The layers that are taken lie in blocks, which any compiled run compiles: there the passes of a cast are fused.
     """
-    m, n, k = (fit.at(c.micro_batch) for fit in (group.m, group.n, group.k))
+    m, n, k = (fit.at(c.samples) for fit in (group.m, group.n, group.k))
     moved = np.zeros(len(c))
     in_fp32 = c.states == STATES.index("fp32")
     for numbers, is_weight in (
@@ -379,7 +411,7 @@ def cast_seconds(group: OperationGroup, rates: Rates, c: Candidates) -> Floats:
 class Machine:
     """A traced model on a machine: what it does, how fast the device does it, its links to other ranks and the host.
 
-    `device` is cpu or cuda.
+    `device` is cpu or cuda. `size`, `widths`: None: as the profile and the workload's optimizer have them.
     """
 
     profile: ModelProfile
@@ -387,6 +419,9 @@ class Machine:
     links: Links
     device: str
     host: HostLink = HostLink()
+    size: ModelSize | None = None
+    widths: StateWidths | None = None
+    block_exchange: BlockExchange | None = None
 
 
 def step_parts(
@@ -404,22 +439,32 @@ def step_parts(
         Seconds per calibration factor, of shape (factors, candidates), first touches and the bubble left out; seconds
         of the bubble; FLOPs executed by all ranks.
     """
-    profile = machine.profile
     times, flops = _blended_times(machine, plain, full, c)
-    stage, all_stages = _stage_seconds(machine, times, c)
-    boundary = profile.boundary_bytes.at(c.micro_batch)
-    moved = exchange(c, machine.links, profile_size(profile), profile_widths(profile, c), np.asarray(boundary))
+    return parts_of_step(machine, times, flops, c, traced_offload(plain, full, machine.profile, c))
+
+
+def parts_of_step(
+    machine: Machine, times: Floats, flops: Floats, c: Candidates, moved_out: Offloaded | None
+) -> tuple[Floats, Floats, Floats]:
+    """The same from the times of a micro-step's operations, of shape (2, parts, candidates), and its FLOPs."""
+    profile = machine.profile
+    size, widths = machine.size or profile_size(profile), machine.widths or profile_widths(profile, c)
+    boundary = np.asarray(profile.boundary_bytes.at(c.samples) * boundary_width(c) / 4)
+    moved = exchange(c, machine.links, size, widths, boundary, machine.block_exchange)
+    stage, all_stages = _stage_seconds(machine, times, c, moved)
     step = step_seconds(c, moved, stage_s=stage.sum(axis=0), all_stages_s=all_stages, device=machine.device)
     parts = _factor_rows(machine, stage * c.accumulation, c)
-    copies = transfer_s(
-        traced_offload(plain, full, profile, c),
-        machine.host,
-        c,
-        micro_step_s=stage.sum(axis=0),
-        device=machine.device,
-    )
-    parts[FACTORS.index("communication")] = step.communication_s + copies
-    return parts, step.bubble_s, flops * c.accumulation * c.dp
+    if moved_out is not None and np.any(moved_out.offload):
+        copies = transfer_s(
+            moved_out,
+            machine.host,
+            c,
+            micro_step_s=stage.sum(axis=0),
+            device=machine.device,
+        )
+        parts[FACTORS.index("communication")] = copies
+    parts[FACTORS.index("communication")] += step.communication_s
+    return parts, step.bubble_s, flops * c.accumulation * c.dp * c.cp
 
 
 def launch_over_work(machine: Machine, plain: VariantProfile, full: VariantProfile, c: Candidates) -> Floats:
@@ -438,37 +483,44 @@ def _blended_times(
     They are worked out once for all candidates that differ in nothing that they depend on.
     """
     first, kind = first_of_each(c.micro_step)
-    times, flops = _times_of_kinds(machine, plain, full, c.take(first))
+    times, flops = times_of_kinds(machine, plain, full, c.take(first))
     return times[..., kind], flops[kind]
 
 
-def _times_of_kinds(
+def times_of_kinds(
     machine: Machine, plain: VariantProfile, full: VariantProfile, c: Candidates
 ) -> tuple[Floats, Floats]:
+    """The same for candidates of which each is worked out."""
     profile, share = machine.profile, c.checkpointed
-    times = segment_times(plain, machine.rates, c, fp8_shares(plain, profile, c))
-    flops = executed_flops(plain, profile.num_blocks, c.micro_batch)
+    shares = fp8_shares if machine.rates.casts_apart else all_fp8_shares
+    times = segment_times(plain, machine.rates, c, shares(plain, profile, c))
+    flops = executed_flops(plain, profile.num_blocks, c.samples)
     if plain is full:
         return times, flops
-    other = segment_times(full, machine.rates, c, fp8_shares(full, profile, c))
+    other = segment_times(full, machine.rates, c, shares(full, profile, c))
     mixed = (1 - share) * times + share * other
-    mixed[BLOCK, PARTS.index("dispatch")] += share * CHECKPOINT_DISPATCH_S
-    full_flops = executed_flops(full, profile.num_blocks, c.micro_batch)
+    if machine.rates.dispatch_s != LAUNCH_S:  # which is of checkpointed blocks, and holds it
+        mixed[BLOCK, PARTS.index("dispatch")] += share * CHECKPOINT_DISPATCH_S
+    full_flops = executed_flops(full, profile.num_blocks, c.samples)
     return mixed, (1 - share) * flops + share * full_flops
 
 
-def _stage_seconds(machine: Machine, times: Floats, c: Candidates) -> tuple[Floats, Floats]:
+def _stage_seconds(machine: Machine, times: Floats, c: Candidates, moved: Exchange) -> tuple[Floats, Floats]:
     """Seconds per part of a micro-step on the fullest stage, and seconds of a micro-batch through all stages.
 
-    The fullest stage has as many blocks as any, and the output head. On CUDA the launches hide behind the GPU's work.
+    The fullest stage has as many blocks as any, and the output head. On CUDA the launches hide behind the GPU's work;
+    collectives are launched by the same thread.
     """
-    num_blocks = machine.profile.num_blocks
+    num_blocks = np.asarray(machine.profile.num_blocks)
     stage = times[BLOCK] * np.ceil(num_blocks / c.pp) + times[REST]
     through = times[BLOCK] * num_blocks + times[REST]
     if machine.device == "cpu":
         return stage, through.sum(axis=0)
-    stage[-1] = np.maximum(stage[-1] - stage[:-1].sum(axis=0), 0.0)
-    return stage, np.maximum(through[:-1].sum(axis=0), through[-1])
+    turn = np.where(c.pp > 1, PIPELINE_TURN_S, 0.0)
+    collectives = (c.tp > 1) * np.ceil(num_blocks / c.pp) * (4 + 2 * c.checkpointed)
+    launched = stage[-1] + collectives * COLLECTIVE_LAUNCH_S
+    stage[-1] = np.maximum(launched - stage[:-1].sum(axis=0) - moved.tensor_s - moved.send_s, 0.0) + turn
+    return stage, np.maximum(through[:-1].sum(axis=0), through[-1]) + c.pp * turn
 
 
 def _factor_rows(machine: Machine, stage: Floats, c: Candidates) -> Floats:
@@ -476,10 +528,13 @@ def _factor_rows(machine: Machine, stage: Floats, c: Candidates) -> Floats:
     part, profile, rates = dict(zip(PARTS, stage, strict=True)), machine.profile, machine.rates
     # later micro-steps' gradients are added to the first's: two read, one written
     a_number = np.where(c.states == STATES.index("fp32"), 12.0, 6.0)
+    # Megatron's products add to its fp32 gradients themselves (gradient_accumulation_fusion)
+    a_number = np.where(c.states == STATES.index("megatron"), 0.0, a_number)
+    a_number = a_number / np.where(c.keeps_whole_gradients, 1.0, c.shards)
     added = a_number * profile.trainable / (c.tp * c.pp) * np.maximum(c.accumulation - 1, 0.0)
     optimizer = optimizer_seconds(profile, rates, c, 1 / (c.tp * c.pp * c.shards))
     # shards that lie on the host are stepped in the host's memory
-    slower = max(rates.memory_bytes_per_s / machine.host.host_bytes_per_s, 1.0)
+    slower = np.maximum(rates.memory_bytes_per_s / machine.host.host_bytes_per_s, 1.0)
     rows = {
         "matmul/full": np.where(c.half, 0.0, part["matmul"]),
         "matmul/half": np.where(c.half, part["matmul"], 0.0),
@@ -494,9 +549,14 @@ def _factor_rows(machine: Machine, stage: Floats, c: Candidates) -> Floats:
 
 
 def model_flops(profile: ModelProfile, global_batch: int) -> float:
-    """FLOPs of a step without recomputation, of the plainest variant."""
+    """FLOPs of a step without recomputation, of the plainest variant: three forward passes, or fewer where less is
+    trained. Fused attention's backward, which runs its forward again, is not among them."""
     keys = [VariantKey(precision=p) for p in ("fp32", "half")]
     variant = next((profile.variants[k.text()] for k in keys if k.text() in profile.variants), None)
     if variant is None:
         return 0.0
-    return float(executed_flops(variant, profile.num_blocks, np.array([1.0]))[0] * global_batch)
+    one = np.array([1.0])
+    forward = variant.model_copy(update={"groups": tuple(g for g in variant.groups if g.phase == "forward")})
+    both = (executed_flops(some, profile.num_blocks, one)[0] for some in (variant, forward))
+    executed, once = both
+    return float(min(executed, 3 * once) * global_batch)

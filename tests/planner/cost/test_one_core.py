@@ -16,10 +16,10 @@ from autoplan.planner.cost.analytical.inputs import IGNORED_KNOBS, OTHER_INPUTS
 from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
 from autoplan.planner.cost.analytical.layouts import Layouts
 from autoplan.planner.cost.analytical.rows import estimate_rows
-from autoplan.planner.cost.analytical.step_time import _exchange, estimate_layouts
+from autoplan.planner.cost.analytical.step_time import estimate_layouts
 from autoplan.planner.cost.analytical.transformer import Transformer, find_transformer
 from autoplan.planner.cost.columns import SHARDINGS
-from autoplan.planner.cost.communication import datasheet_links, exchange
+from autoplan.planner.cost.communication import Exchange, boundary_width, datasheet_links, exchange
 from autoplan.planner.cost.states import state_bytes
 from autoplan.planner.cost.traced.candidates import Candidates, from_configs
 from autoplan.planner.cost.traced.estimator import CostTable, Estimator
@@ -103,14 +103,21 @@ GRID = [
 ]
 
 
+LINKS = datasheet_links(450e9, 12.5e9, 8.0)
+
+
+def exchanged(layouts: Layouts) -> Exchange:
+    boundary = boundary_width(layouts) * layouts.micro_batch * layouts.seq_len * layouts.hidden
+    return exchange(layouts, LINKS, layouts.size, layouts.widths, boundary)
+
+
 def agree(columns: Candidates, layouts: Layouts) -> None:
     """The same seconds of each kind of communication, and the same bytes of each state."""
     profile = traced_profile(LLAMA)
-    links = datasheet_links(450e9, 12.5e9, 8.0)
     boundary = np.asarray(profile.boundary_bytes.per_sample * columns.micro_batch)
     size, widths = profile_size(profile), profile_widths(profile, columns)
-    traced = exchange(columns, links, size, widths, boundary)
-    closed = _exchange(layouts)
+    traced = exchange(columns, LINKS, size, widths, boundary)
+    closed = exchanged(layouts)
     for kind in ("tensor_s", "send_s", "gather_s", "gradient_s", "after_s"):
         assert getattr(traced, kind)[0] == pytest.approx(getattr(closed, kind)[0], rel=1e-9), kind
     held = state_bytes(columns, size, widths), state_bytes(layouts, layouts.size, layouts.widths)
@@ -147,9 +154,8 @@ def test_replicas_of_shards_reduce_once_per_step() -> None:
     layouts = replace(layouts, matmul_efficiency=np.array([0.57]))
     assert estimate_layouts(layouts).step_time_s[0] == pytest.approx(8.49, abs=0.005)
     one_node = replace(layouts, dp_replicate=np.array([1.0]), global_batch=np.array([128.0]))
-    gradient_s = [_exchange(rows).gradient_s[0] for rows in (layouts, one_node)]
-    links = datasheet_links(450e9, 12.5e9, 8.0)
-    once = links.all_reduce_s(np.array([2.0 * LLAMA.parameters / 8]), np.array([8.0]), np.array([1.0]))
+    gradient_s = [exchanged(rows).gradient_s[0] for rows in (layouts, one_node)]
+    once = LINKS.all_reduce_s(np.array([2.0 * LLAMA.parameters / 8]), np.array([8.0]), np.array([1.0]))
     assert gradient_s[0] - gradient_s[1] == pytest.approx(once[0]), "one all-reduce of a share over the replicas"
 
 
