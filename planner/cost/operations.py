@@ -81,6 +81,7 @@ class Shape:
         selective: Checkpointing per operation.
         fp8: Products of the blocks run in 8 bits.
         trained: Share of the parameters that has gradients of its own.
+        widened: Bytes read and written where a block's quantised weights are widened for its products; 0: none are.
     """
 
     seq_len: Number
@@ -109,6 +110,7 @@ class Shape:
     selective: bool | Bools = False
     fp8: bool | Bools = False
     trained: Number = 1.0
+    widened: Number = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +189,10 @@ def transformer_groups(d: Shape) -> list[OperationGroup]:
         groups.append(_memory(name, "backward", many, MEMORY_BACKWARD * moved / many, split))
         if np.any(again):
             groups.append(_memory(AGAIN + name, "backward", again * few, moved / few, split))
+    if np.any(d.widened):
+        for phase in ("forward", "backward"):
+            widened = _memory("widened weights", phase, 4.0, 0.0, "n")
+            groups.append(widened.model_copy(update={"bytes_moved": _line(np.asarray(d.widened) / 4)}))
     return groups + _head_groups(d)
 
 

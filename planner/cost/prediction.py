@@ -19,10 +19,12 @@ BANDWIDTH_EFFICIENCY = 0.82
 # What torch's allocator holds free on CUDA, as a share of what lives. Assumed; a search's trials correct it.
 ALLOCATOR_SLACK = 0.06
 
-# What the driver's figure of a GPU holds beside the allocator's: the CUDA context and libraries, and per kind of
-# process group NCCL's buffers. Assumed for recent drivers on datacentre GPUs; nothing was fitted. A search's trials
-# begin to measure when the context is there already (BASE_BYTES in traced/estimator.py).
-CONTEXT_BYTES = 1.2e9
+# What the driver's figure of a GPU holds beside the allocator's: the CUDA context, which trials and probes of a search
+# find there already; what libraries take for themselves later (cuBLAS, compiled kernels); and per kind of process group
+# NCCL's buffers. Assumed for recent drivers on datacentre GPUs; nothing was fitted.
+BARE_CONTEXT_BYTES = 6e8
+LIBRARY_BYTES = 6e8
+CONTEXT_BYTES = BARE_CONTEXT_BYTES + LIBRARY_BYTES
 GROUP_BYTES = 2e8
 # Left free of a chip's memory: the driver keeps some, and what is not allocated in one piece is lost. Assumed. The
 # search has no such share, since its limit is given by the user or is a share of the machine already.

@@ -123,7 +123,8 @@ def describe(answer: Answer, i: int) -> dict[str, Any]:
 def other_inputs(answer: Answer, i: int) -> dict[str, Any]:
     """The inputs of one layout for which TrainingConfig has no knob, so autoplan cannot run it: other trainers do."""
     sharding = SHARDINGS[int(answer.layouts.sharding[i])]
-    return {**answer.other} | ({"sharding": sharding} if sharding in ("zero1", "zero2") else {})
+    shared = {"ep": int(answer.layouts.ep[i])} if answer.layouts.ep[i] > 1 else {}
+    return {**answer.other} | shared | ({"sharding": sharding} if sharding in ("zero1", "zero2") else {})
 
 
 def show_layout(question: Asked, answer: Answer, i: int) -> dict[str, Any]:

@@ -35,6 +35,14 @@ OTHER_INPUTS = {
     "reduce_dtype": "fp32 (autoplan) or 16bit: how FSDP and ZeRO reduce gradients",
     "trainable_parameters": "how many are trained; the others are frozen (LoRA)",
     "flat_parameters": "true: FSDP1, whose frozen parameters have gradients too",
+    "ep": "expert parallelism: of the data-parallel ranks, how many share the experts",
+    "expert_capacity": "rows of an expert's product over an equal share of the tokens: 1, or the capacity factor",
+    "expert_imbalance": "of the busiest rank's experts, by how much the interval of the step widens: 0.1",
+    "cp": "context parallelism: ranks that share each sequence",
+    "cp_exchange": "ring (keys and values go round) or gather (they are gathered before attention)",
+    "document_len": "tokens that see each other, where documents are packed into a sequence",
+    "frozen": "nf4 (QLoRA) or int8: how frozen parameters of the blocks are kept; 16bit",
+    "gradient_dtype": "fp32 or 16bit: gradients, where `states` does not say it",
 }
 """The inputs for which TrainingConfig has no knob: what other trainers do, and what belongs to the workload."""
 
@@ -71,6 +79,10 @@ ALIASES = {
     "pipeline_parallel_size": "pp",
     "pipeline_model_parallel_size": "pp",
     "virtual_pipeline_model_parallel_size": "virtual_stages",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_parallel_size": "ep",
+    "moe_expert_capacity_factor": "expert_capacity",
     "data_parallel_size": "dp",
     "micro_batch_size": "micro_batch",
     "train_micro_batch_size_per_gpu": "micro_batch",
@@ -95,6 +107,11 @@ ROW_ALIASES = {
     "vocab_size": "vocab",
 }
 """The same of what a row of a table has besides."""
+
+FROZEN_BYTES = {"16bit": 0.0, "nf4": 0.516, "int8": 1.002}
+"""Bytes of a quantised parameter; 0: as the others. nf4: 4 bits, a constant of 8 bits for each 64, and one of fp32 for
+256 of these: 4.127 bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314, section 3). int8: a 16-bit constant for each
+row of some thousand (LLM.int8(), arXiv 2208.07339). Not fitted."""
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _SHARDING_NAMES = {"0": "ddp", "none": "ddp", "no_shard": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
@@ -220,7 +237,10 @@ def read_settings(values: Mapping[str, str], model: Transformer, chip: Chip, def
         "capacity": number(values, "expert_capacity", 1.0),
         "imbalance_sd": number(values, "expert_imbalance", 0.1),
         "ring": choice(values, "cp_exchange", ("ring", "gather"), "ring") == "ring",
-        "frozen_bytes": 0.0,
+        "frozen_bytes": FROZEN_BYTES[choice(values, "frozen", tuple(FROZEN_BYTES), "16bit")],
+        "gradient_bytes": {"own": 0.0, "fp32": 4.0, "16bit": 2.0}[
+            choice(values, "gradient_dtype", ("own", "fp32", "16bit"), "own")
+        ],
         **_state_columns(values, precision),
     }
     other = {name: values[name] for name in OTHER_INPUTS if name in values and name != "sharding"}

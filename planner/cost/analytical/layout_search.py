@@ -211,11 +211,13 @@ def _legal_degrees(question: Question, values: Mapping[str, str], settings: Sett
     model, cluster = question.model, question.cluster
     tps = [t for t in powers(cluster.gpus_per_node) if model.heads % t == 0 and model.kv_heads % t == 0]
     pps = [p for p in range(1, model.layers + 1) if model.layers % p == 0]
+    experts_shared = [whole(values, "ep", 1)] if "ep" in values or not model.experts else powers(model.experts)
     if settings.knobs["compile"] == "model":
         pps = [1]  # a stage leaves the model's forward where its blocks end
+    cp = whole(values, "cp", 1)
     for tp, pp in itertools.product(_wanted(values, "tp", tps), _wanted(values, "pp", pps)):
-        ranks = cluster.num_gpus // (tp * pp)
-        if cluster.num_gpus % (tp * pp) or question.global_batch % ranks or whole(values, "dp", ranks) != ranks:
+        ranks = cluster.num_gpus // (tp * pp * cp)
+        if cluster.num_gpus % (tp * pp * cp) or question.global_batch % ranks or whole(values, "dp", ranks) != ranks:
             continue
         share = question.global_batch // ranks
         local = max(1, cluster.gpus_per_node // tp)
@@ -228,14 +230,17 @@ def _legal_degrees(question: Question, values: Mapping[str, str], settings: Sett
                 for more in _schedules(question, values, pp, share // micro):
                     for sync in _wanted(values, "gradient_sync", ("last", "every")):
                         config = PLAIN.model_copy(update={**base, **more, "gradient_sync": sync})
-                        layout = Layout(
-                            config=config,
-                            sharding=sharding,
-                            accumulation=share // micro,
-                            sequence_parallel=flag(values, "sequence_parallel", True) if tp > 1 else None,
-                        )
-                        if contradiction(layout, model, question.seq_len) is None:
-                            yield layout
+                        for ep in experts_shared:
+                            layout = Layout(
+                                config=config,
+                                sharding=sharding,
+                                accumulation=share // micro,
+                                sequence_parallel=flag(values, "sequence_parallel", True) if tp > 1 else None,
+                                cp=cp,
+                                ep=ep,
+                            )
+                            if contradiction(layout, model, question.seq_len) is None:
+                                yield layout
 
 
 def powers(limit: int) -> list[int]:

@@ -6,7 +6,7 @@ And what contradicts itself in a layout, said in a sentence instead of being est
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -47,6 +47,7 @@ class Layouts(Candidates):
         attention_width, kv_width: Width of queries; of keys. The other dimensions are those of
             `operations.Shape`. block_experts: parameters of experts in the mean block.
         trainable: Parameters that are trained; the others are frozen (LoRA).
+        gradient_bytes: Of a gradient; 0: as `states` has it.
         frozen_bytes: Of a frozen parameter that is quantised; 0: as the others.
         ring: Context parallelism sends keys and values round; else it gathers them.
         imbalance_sd: Standard deviation of the logarithm of what the busiest rank's experts get over an equal share.
@@ -83,6 +84,7 @@ class Layouts(Candidates):
     imbalance_sd: Floats
     ring: Bools
     frozen_bytes: Floats
+    gradient_bytes: Floats
     parameters: Floats
     block_parameters: Floats
     trainable: Floats
@@ -152,6 +154,7 @@ class Layouts(Candidates):
             selective=self.selective,
             fp8=self.fp8 > 0,
             trained=self.trained_share,
+            widened=np.where(self.frozen_bytes > 0, self.block_parameters * (self.frozen_bytes + 2.0), 0.0),
         )
 
     @property
@@ -171,9 +174,12 @@ class Layouts(Candidates):
     @property
     def widths(self) -> StateWidths:
         """Bytes per parameter of each state."""
-        return state_widths(
+        widths = state_widths(
             self, device="cuda", optimizer_bytes=self.optimizer_bytes, temporary_bytes=self.foreach_bytes
         )
+        if not self.gradient_bytes.any():
+            return widths
+        return replace(widths, gradient=np.where(self.gradient_bytes > 0, self.gradient_bytes, widths.gradient))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +190,7 @@ class Layout:
         sharding: One of SHARDINGS; zero1 and zero2 are other trainers'.
         accumulation: Micro-batches per optimizer step and data-parallel rank.
         sequence_parallel: None where nothing was said: with tensor parallelism.
+        cp, ep: Ranks that share each sequence; of the data-parallel ranks those that share the experts.
     """
 
     config: TrainingConfig
@@ -191,6 +198,8 @@ class Layout:
     accumulation: int
     sequence_parallel: bool | None = None
     flat_parameters: bool = False
+    cp: int = 1
+    ep: int = 1
 
     @property
     def global_batch(self) -> int:
@@ -219,6 +228,8 @@ def make_layouts(layouts: Sequence[Layout], rows: Sequence[Mapping[str, Any]], n
         "global_batch": np.array([float(layout.global_batch) for layout in layouts]),
         "sharding": np.array([SHARDINGS.index(layout.sharding) for layout in layouts]),
         "sequence_parallel": np.array(split),
+        "cp": np.array([float(layout.cp) for layout in layouts]),
+        "ep": np.array([float(layout.ep) for layout in layouts]),
         "variants": (PLAIN_VARIANT,),
         "variant": nothing.astype(np.int64),
         "full_variant": nothing.astype(np.int64),
@@ -289,6 +300,7 @@ def contradiction(layout: Layout, model: Transformer, seq_len: int) -> tuple[str
     """
     return (
         _of_data_parallelism(layout)
+        or _of_shared_work(layout, model, seq_len)
         or _of_tensor_parallelism(layout, model, seq_len)
         or _of_pipeline(layout.config, model)
     )
@@ -309,6 +321,20 @@ def _of_data_parallelism(layout: Layout) -> tuple[str, str] | None:
         return "gradient_sync=every needs sharded gradients, and sharding=zero1 keeps whole ones", LEAVE_OUT
     reason = incompatible(config, layout.global_batch, techniques=("data_parallel", "batch_norm"))
     return None if reason is None else (reason, LEAVE_OUT)
+
+
+def _of_shared_work(layout: Layout, model: Transformer, seq_len: int) -> tuple[str, str] | None:
+    """What contradicts sharing experts or sequences."""
+    cp, ep, ranks = layout.cp, layout.ep, layout.config.dp * layout.cp
+    if seq_len % (2 * cp) and cp > 1:  # a causal mask leaves the ends of a sequence unequal, so each rank has two parts
+        return f"cp={cp} does not divide the sequence of {seq_len} tokens into 2 x {cp} parts", LEAVE_OUT
+    if cp > 1 and model.kv_heads % layout.config.tp:
+        return f"cp={cp} needs whole key-value heads, and tp={layout.config.tp} splits {model.kv_heads}", LEAVE_OUT
+    if ep > 1 and not model.experts:
+        return f"ep={ep} shares experts, and the model has none", "Leave ep out."
+    if ep > 1 and (model.experts % ep or ranks % ep):
+        return f"ep={ep} does not divide the {model.experts} experts and the {ranks} ranks of dp x cp", LEAVE_OUT
+    return None
 
 
 def _of_tensor_parallelism(layout: Layout, model: Transformer, seq_len: int) -> tuple[str, str] | None:

@@ -44,6 +44,10 @@ DIMENSIONS = (
     "vocab",
     "gated_mlp",
     "tied_embeddings",
+    "experts",
+    "active_experts",
+    "expert_ffn",
+    "shared_ffn",
 )
 CLUSTER = ("chip", "num_gpus", "gpus_per_node", "intra_gbytes_per_s", "inter_gbits_per_s_per_gpu", "input_tokens_per_s")
 INPUT = ("id", "model", *DIMENSIONS, "seq_len", "global_batch", *CLUSTER, *KNOBS, *OTHER_INPUTS, "dp", "accumulation")
@@ -129,7 +133,9 @@ def parse_row(row: Mapping[str, Any]) -> ParsedRow:
         raise UsageError(reason[0], hint=reason[1])
     settings = read_settings(values, model, chip, {})
     knobs = settings.knobs | {"checkpointing": check_knob("checkpointing", values.get("checkpointing", "none"))}
-    columns = settings.columns | _links(values, chip, layout.config.world_size) | {"seq_len": float(seq_len)}
+    columns = (
+        settings.columns | _links(values, chip, layout.config.world_size * layout.cp) | {"seq_len": float(seq_len)}
+    )
     layout = replace(layout, config=layout.config.model_copy(update=knobs))
     return ParsedRow(layout=layout, columns=columns, num_blocks=model.layers, inputs=inputs)
 
@@ -175,7 +181,17 @@ def _model(values: Mapping[str, str]) -> Transformer:
             f"{heads} heads do not divide a hidden size of {hidden}",
             hint="hidden is the width of the whole model, over all heads.",
         )
+    experts = whole(values, "experts", 0) if "experts" in values else 0
+    if experts and "active_experts" not in values:
+        raise UsageError(f"{experts} experts, and active_experts is not given", hint="How many work on one token.")
+    active = whole(values, "active_experts", 1) if experts else 0
+    if active > experts:
+        raise UsageError(f"active_experts={active} of {experts} experts", hint="At most all of them work on a token.")
     return Transformer(
+        experts=experts,
+        active_experts=active,
+        expert_ffn=whole(values, "expert_ffn", whole(values, "ffn", 4 * hidden)) if experts else 0,
+        shared_ffn=whole(values, "shared_ffn", 0) if "shared_ffn" in values else 0,
         layers=whole(values, "layers", 0),
         hidden=hidden,
         heads=heads,
@@ -190,7 +206,8 @@ def _model(values: Mapping[str, str]) -> Transformer:
 def _layout(values: Mapping[str, str]) -> Layout:
     """The degrees, with what is not given worked out from the number of GPUs; other knobs are plain."""
     tp, pp = whole(values, "tp", 1), whole(values, "pp", 1)
-    replicate, shard, sharding = _data_parallel(values, tp * pp)
+    cp, ep = whole(values, "cp", 1), whole(values, "ep", 1)
+    replicate, shard, sharding = _data_parallel(values, tp * pp * cp)
     accumulation = _accumulation(values, replicate * shard, pp)
     virtual = whole(values, "virtual_stages", 1)
     per_pass = whole(values, "pp_microbatches", accumulation) if pp > 1 else 1
@@ -217,6 +234,8 @@ def _layout(values: Mapping[str, str]) -> Layout:
         accumulation=accumulation,
         sequence_parallel=flag(values, "sequence_parallel", False) if "sequence_parallel" in values else None,
         flat_parameters=flag(values, "flat_parameters", False),
+        cp=cp,
+        ep=ep,
     )
 
 
@@ -225,7 +244,7 @@ def _data_parallel(values: Mapping[str, str], model_ranks: int) -> tuple[int, in
 
     Args:
         values: The row's inputs.
-        model_ranks: tp x pp.
+        model_ranks: tp x pp x cp.
     """
     gpus = whole(values, "num_gpus", 0) or model_ranks * whole(values, "dp", 0)
     if gpus % model_ranks:

@@ -14,7 +14,7 @@ from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, PRIOR_SD, MemoryF
 from autoplan.planner.cost.columns import ConfigTable, Floats, Ints, first_of_each
 from autoplan.planner.cost.communication import links_of
 from autoplan.planner.cost.offload import host_link
-from autoplan.planner.cost.prediction import ALLOCATOR_SLACK, Verdict, bound_of, spread, verdicts
+from autoplan.planner.cost.prediction import ALLOCATOR_SLACK, BARE_CONTEXT_BYTES, Verdict, bound_of, spread, verdicts
 from autoplan.planner.cost.traced.candidates import MICRO_STEP_KNOBS, Candidates, from_configs
 from autoplan.planner.cost.traced.memory import MemoryParts, traced_memory, traced_offload
 from autoplan.planner.cost.traced.rates import from_device
@@ -34,9 +34,8 @@ from autoplan.planner.trace.rough_profile import rough_variant
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import ATTENTION_BACKENDS, CUDAGRAPH_MODES, KNOBS, TrainingConfig, knobs
 
-# A CPU rank forked from the zygote: the interpreter, torch and the model library, resident. On CUDA the driver's
-# figure holds context and libraries of the process (some 0.5 GB on recent drivers).
-BASE_BYTES = {"cpu": 3.3e8, "cuda": 6.0e8}
+# A CPU rank forked from the zygote: the interpreter, torch and the model library, resident.
+BASE_BYTES = {"cpu": 3.3e8, "cuda": BARE_CONTEXT_BYTES}
 # What is resident (CPU: freed pieces, packed weights) or reserved (CUDA) beyond live tensors, as a share of them;
 # measured on four small models on a CPU: 0.2 to 0.35
 SLACK = {"cpu": 0.22, "cuda": ALLOCATOR_SLACK}
