@@ -124,14 +124,16 @@ def peak_parts(
     # lies outside the blocks, twice
     outside = 4.0 * size.trained_share * size.outside_parameters
     scattered_last = np.where(c.keeps_whole_gradients, 0.0, 2 * outside / (c.tp * c.pp))
-    peak = np.maximum(micro_steps, states.gradients + np.maximum(states.temporaries, scattered_last))
-    gradients = np.minimum(states.gradients, peak)
+    # what is gathered for the micro-steps is freed by the optimizer's step
+    step = states.gradients + np.maximum(states.temporaries, scattered_last)
+    peak = np.maximum(micro_steps + states.gathered, step)
+    gathered = np.minimum(states.gathered, peak - states.gradients)
     return MemoryParts(
         parameters=states.parameters,
         optimizer=states.optimizer,
-        gradients=gradients,
-        activations=peak - gradients + batch,
-        gathered=states.gathered,
+        gradients=states.gradients,
+        activations=peak - states.gradients - gathered + batch,
+        gathered=gathered,
     )
 
 

@@ -145,14 +145,14 @@ def test_both_front_ends_say_the_same_of_what_other_trainers_shard(sharding: str
 
 
 def test_replicas_of_shards_reduce_once_per_step() -> None:
-    """Llama-2-7B, HSDP 8 x 8 H100 at 100 Gbit/s: 8.49 s, and not the 10.09 s of a reduction at every micro-step."""
+    """Llama-2-7B, HSDP 8 x 8 H100 at 100 Gbit/s: 8.55 s, and not the 10.1 s of a reduction at every micro-step."""
     row: dict[str, Any] = CLUSTER | {"model": "llama2-7b", "num_gpus": 64, "dp_replicate": 8, "dp_shard": 8}
     row |= {"global_batch": 1024, "micro_batch": 1, "checkpointing": "full", "compile": "block", "precision": "bf16"}
     row |= {"gradient_sync": "every"}
     layouts = estimate_rows([row | {"reduce_dtype": "bf16"}]).layouts
     assert layouts is not None
     layouts = replace(layouts, matmul_efficiency=np.array([0.57]))
-    assert estimate_layouts(layouts).step_time_s[0] == pytest.approx(8.49, abs=0.005)
+    assert estimate_layouts(layouts).step_time_s[0] == pytest.approx(8.55, abs=0.005)
     one_node = replace(layouts, dp_replicate=np.array([1.0]), global_batch=np.array([128.0]))
     gradient_s = [exchanged(rows).gradient_s[0] for rows in (layouts, one_node)]
     once = LINKS.all_reduce_s(np.array([2.0 * LLAMA.parameters / 8]), np.array([8.0]), np.array([1.0]))

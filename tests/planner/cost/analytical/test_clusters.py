@@ -283,7 +283,6 @@ def test_gradients_that_pass_are_not_held_beside_the_activations() -> None:
     one, several = plain_layout(states="16bit", global_batch=4), plain_layout(states="16bit", global_batch=16)
     table = estimate_rows([one, several]).table
     assert table is not None
-    assert table.gradients_bytes[0] < table.gradients_bytes[1]
     assert table.peak_memory_bytes[0] < table.peak_memory_bytes[1]
     chunked = estimate_rows([several | {"loss": "chunked"}]).table
     assert chunked is not None and chunked.activations_bytes[0] < 0.9 * table.activations_bytes[1]

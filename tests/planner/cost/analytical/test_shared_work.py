@@ -75,10 +75,11 @@ def test_a_token_costs_what_its_experts_cost_and_memory_is_that_of_all() -> None
 
 
 def test_ranks_that_share_experts_hold_fewer_and_exchange_tokens() -> None:
-    alone, shared, spread = table(EXPERTS, EXPERTS | {"ep": 8}, EXPERTS | {"ep": 8, "expert_capacity": 1.5})
+    found = table(EXPERTS, EXPERTS | {"ep": 8}, EXPERTS | {"ep": 8, "expert_capacity": 1.5})
     of_experts = 2.0 * 32 * 8 * 3 * 4096 * 14336
-    assert alone.parameters_bytes - shared.parameters_bytes == pytest.approx(of_experts * 7 / 8)
-    assert spread.matmul_s > shared.matmul_s
+    assert found.parameters_bytes[0] - found.parameters_bytes[1] == pytest.approx(of_experts * 7 / 8)
+    assert found.matmul_s[2] > found.matmul_s[1]
+    assert found.communication_s[2] > found.communication_s[1]
 
 
 def test_tokens_that_leave_the_node_take_longer() -> None:
@@ -114,12 +115,11 @@ def test_quantised_weights_take_half_a_byte_and_are_widened_for_each_product() -
     llama = {"layers": 80, "hidden": 8192, "heads": 64, "ffn": 22016, "vocab": 32000, "gated_mlp": "true"}
     llama |= {"chip": "RTX 6000 Ada", "seq_len": 512, "precision": "bf16", "states": "16bit", "checkpointing": "full"}
     llama |= {"trainable_parameters": 8e8, "optimizer": "adamw_8bit", "loss": "chunked", "global_batch": 16}
-    wide, narrow = estimate_rows([llama, llama | {"frozen": "nf4"}]), None
-    assert wide.table is not None and not wide.reasons, wide.reasons
-    wide_bytes, narrow = wide.table.parameters_bytes
-    assert narrow == pytest.approx(0.516 / 2 * wide_bytes, rel=0.05)
-    assert wide.table.peak_memory_bytes[1] < 48e9 < wide.table.peak_memory_bytes[0]
-    assert wide.table.memory_s[1] > wide.table.memory_s[0]
+    found = table(llama, llama | {"frozen": "nf4"})
+    # what is trained stays wide
+    assert found.parameters_bytes[1] == pytest.approx(0.516 / 2 * found.parameters_bytes[0] + 2 * 8e8, rel=0.02)
+    assert found.peak_memory_bytes[1] < 48e9 < found.peak_memory_bytes[0]
+    assert found.memory_s[1] > found.memory_s[0]
 
 
 def test_gradients_in_16_bits_are_half() -> None:
