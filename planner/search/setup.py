@@ -16,7 +16,7 @@ import numpy as np
 
 from autoplan.errors import ConfigError, DeviceError
 from autoplan.planner.cost.columns import Bools, ConfigTable
-from autoplan.planner.cost.prediction import BARE_CONTEXT_BYTES
+from autoplan.planner.cost.prediction import CONTEXT_BYTES
 from autoplan.planner.records.trials import LeftOutFamily
 from autoplan.planner.search.inspection import Means, look_at
 from autoplan.planner.search.options import SearchOptions
@@ -493,7 +493,7 @@ def limits(
 def context_bytes(measured: HardwareProfile | None) -> float:
     """Bytes of a GPU that a process takes before any tensor: measured by the probes, else assumed."""
     reading = None if measured is None else measured.device("cuda").context_bytes
-    return BARE_CONTEXT_BYTES if reading is None or reading.value is None else reading.value
+    return CONTEXT_BYTES if reading is None or reading.value is None else reading.value
 
 
 def degree_combinations(
