@@ -285,7 +285,7 @@ def test_gradients_that_pass_are_not_held_beside_the_activations() -> None:
     assert table is not None
     assert table.peak_memory_bytes[0] < table.peak_memory_bytes[1]
     chunked = estimate_rows([several | {"loss": "chunked"}]).table
-    assert chunked is not None and chunked.activations_bytes[0] < 0.9 * table.activations_bytes[1]
+    assert chunked is not None and chunked.activations_bytes[0] < 0.95 * table.activations_bytes[1]
 
 
 def test_gradients_kept_whole_between_micro_steps_are_held_and_not_reduced() -> None:
