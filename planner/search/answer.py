@@ -211,12 +211,11 @@ def finished_before(run: SearchRun) -> SearchResult | None:
     if finished.get("ended_by") == "max_trials" and (most is None or most > run.budget().trials_done):
         run.store.open_again()
         return None
-    plan, path = None, None
+    plan = None
     if finished["status"] == "plan_found":
         plan = _stored_plan(run)
         if plan is None or _lacks_loader(run, plan):
             return None  # the record makes it again; its loader is to be measured
-        path = _place(run, plan)
     run.budget_s = run.store.finished_budget_s  # a smaller one that is given now has no part in it
     budget = run.budget()
     run.observer.on_workload(run.workload)
@@ -227,33 +226,22 @@ def finished_before(run: SearchRun) -> SearchResult | None:
         "A larger --budget extends it, --fresh starts over."
     )
     run.observer.on_note(text)
-    return run.result(
-        finished["status"],
-        reason=finished.get("reason"),
-        hint=finished.get("hint"),
-        plan=plan,
-        plan_path=path,
-        left_out=plan.left_out if plan is not None else (),
-        from_record=True,
-        notes=(text,),
-    )
+    return _from_record(run, plan, left_out=() if plan is None else plan.left_out, notes=(text,))
 
 
 def finished_elsewhere(run: SearchRun) -> SearchResult:
     """The answer of a study that another planner ended while this one worked on it."""
     assert run.store.finished is not None and run.session is not None
-    finished, plan = run.store.finished, _stored_plan(run)
-    if finished["status"] != "plan_found" or plan is None:
-        plan = None
     run.session.note("another planner of this study ended it; this is its answer")
-    return run.result(
-        finished["status"],
-        reason=finished.get("reason"),
-        hint=finished.get("hint"),
-        plan=plan,
-        plan_path=None if plan is None else _place(run, plan),
-        from_record=True,
-    )
+    return _from_record(run, _stored_plan(run) if run.store.finished["status"] == "plan_found" else None)
+
+
+def _from_record(run: SearchRun, plan: Plan | None, **facts: Any) -> SearchResult:
+    """The end that the record has, with its plan where it has one."""
+    finished = run.store.finished or {}
+    place = None if plan is None else _place(run, plan)
+    said = {name: finished.get(name) for name in ("reason", "hint")}
+    return run.result(finished["status"], **said, plan=plan, plan_path=place, from_record=True, **facts)
 
 
 def _stored_plan(run: SearchRun) -> Plan | None:

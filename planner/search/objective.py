@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoplan.planner.records.trials import Interval, Objective, Outcome, Trial
+from autoplan.planner.records.trials import Objective, Outcome, Trial
 from autoplan.planner.search.selection import MOST_CONTENDERS, CandidateRuns, rank
 from autoplan.planner.search.selection import contenders as near_leader
 from autoplan.planner.search.surrogate import Posterior, normal_cdf
@@ -56,26 +56,7 @@ def order(objective: Objective, candidates: Sequence[CandidateRuns], spread: Spr
 
 def _scaled(objective: Objective, candidate: CandidateRuns) -> CandidateRuns:
     """The candidate with step times as many times as long as its seconds count."""
-    factor = devices_of(objective, candidate.config)
-    if factor == 1:
-        return candidate
-
-    def times(trial: Trial) -> Trial:
-        step = trial.step_time_s
-        if step is None:
-            return trial
-        scaled = Interval(
-            median=step.median * factor, low=step.low * factor, high=step.high * factor, samples=step.samples
-        )
-        return trial.model_copy(update={"step_time_s": scaled})
-
-    return replace(
-        candidate,
-        first=times(candidate.first),
-        finalist_runs=tuple(map(times, candidate.finalist_runs)),
-        claim_runs=tuple(map(times, candidate.claim_runs)),
-        counted=tuple(map(times, candidate.counted)),
-    )
+    return replace(candidate, weight=devices_of(objective, candidate.config))
 
 
 def contenders(

@@ -44,6 +44,7 @@ class CandidateRuns:
         finalist_runs: Its interleaved runs, in the order of the rounds.
         claim_runs: The runs that its speed-up is calculated from; they have no part in the choice.
         counted: The runs that count, where a comparison has picked them (claim.py); else empty.
+        weight: A second counts so many times: where cost is looked for, once for each rank.
     """
 
     config: TrainingConfig
@@ -51,6 +52,7 @@ class CandidateRuns:
     finalist_runs: tuple[Trial, ...] = ()
     claim_runs: tuple[Trial, ...] = ()
     counted: tuple[Trial, ...] = ()
+    weight: int = 1
 
     @property
     def runs(self) -> tuple[Trial, ...]:
@@ -67,8 +69,11 @@ class CandidateRuns:
 
     @property
     def step_times(self) -> list[Interval]:
-        """The step time of each run that counts."""
-        return [run.step_time_s for run in self.runs if run.step_time_s is not None]
+        """The step time of each run that counts, times the weight."""
+        by, times = self.weight, [run.step_time_s for run in self.runs if run.step_time_s is not None]
+        if by == 1:
+            return times
+        return [Interval(median=by * t.median, low=by * t.low, high=by * t.high, samples=t.samples) for t in times]
 
     @cached_property
     def step_time(self) -> Interval:

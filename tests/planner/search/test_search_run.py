@@ -204,12 +204,10 @@ sys.exit(result.exit_code)
 """
 
 
-def start_planner(
-    folder: Path, *, linger_in: str = "", compile: str = "off", max_trials: int = 3
-) -> "subprocess.Popen[str]":
+def start_planner(folder: Path, *, compile: str = "off", max_trials: int = 3) -> "subprocess.Popen[str]":
     workload = f"{WORKLOADS}:make_slow"
     command = [sys.executable, "-c", PLANNER, workload, str(folder), compile, str(max_trials)]
-    environment = os.environ | {"PYTHONPATH": os.getcwd(), "LINGER_IN": linger_in}
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -238,40 +236,19 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
     return [line["trial"] for line in lines if line["kind"] == "trial"]
 
 
-KILLED_IN = (  # the planner's line at which it is killed, and where the workload lingers so that it is seen
-    (("started", "baseline"), ""),
-    (("phase", "init"), "init"),
-    (("phase", "build"), "build"),
-    (("phase", "warmup"), "loss"),
-    (("phase", "measure"), "loss"),
-    (("finished", "now"), ""),  # its line is on disk: it must stay
-    (("started", "search"), ""),
-    (("stage", "parity"), ""),
-    (("started", "claim"), ""),
-)
-LATE = KILLED_IN[8:]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("places", [LATE, pytest.param(KILLED_IN, marks=pytest.mark.exhaustive)], ids=["some", "all"])
-def test_a_search_killed_in_a_phase_goes_on_and_repeats_no_finished_trial(
-    tmp_path: Path, places: tuple[tuple[tuple[str, ...], str], ...]
-):
-    """One study, killed again and again: what was on disk stays as it is, and nothing that finished is run again."""
+def test_a_search_killed_in_its_claim_goes_on_and_repeats_no_finished_trial(tmp_path: Path):
+    """What was on disk stays as it is. Killed elsewhere: test_extended_search.py, benchmarks/soak.py."""
     folder = tmp_path / "s"
-    kept: list[dict[str, Any]] = []
-    for line, linger_in in places:
-        planner = start_planner(folder, linger_in=linger_in)
-        read_until(planner, *line)
-        kill(planner)
-        now = recorded(folder)
-        assert now[: len(kept)] == kept, f"killed at {line}, the record lost or changed a trial"
-        kept = now
+    planner = start_planner(folder)
+    read_until(planner, "started", "claim")
+    kill(planner)
+    kept = recorded(folder)
     assert [trial["number"] for trial in kept] == list(range(len(kept)))
     fixed = FUSED | {"precision": "fp32", "threads": 1}
     result = search(folder, "make_slow", fix=fixed, max_trials=3, budget=180.0)
     assert result.status == "plan_found", result.reason
-    assert [trial.number for trial in result.trials[: len(kept)]] == [trial["number"] for trial in kept]
+    assert recorded(folder)[: len(kept)] == kept, "the record lost or changed a trial"
     assert all(trial.resumed for trial in result.trials[: len(kept)])
     looks = [trial for trial in result.trials if not trial.is_repeat]
     assert len(looks) == 3

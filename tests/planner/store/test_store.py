@@ -304,16 +304,6 @@ def test_another_search_in_the_folder_is_refused(tmp_path: Path):
     open_store(tmp_path / "s", "one").close()  # the lock was given back
 
 
-def test_fresh_renames_and_deletes_nothing(tmp_path: Path):
-    with open_store(tmp_path / "s") as store:
-        store.add(make_trial(0))
-    with open_store(tmp_path / "s", fresh=True) as store:
-        assert store.trials == ()
-        assert store.renamed_to is not None
-        old = (store.renamed_to / "record.jsonl").read_text()
-    assert '"kind":"trial"' in old
-
-
 # Many studies in one store.
 
 
@@ -331,24 +321,21 @@ def test_without_a_store_studies_are_in_the_users_state_folder(tmp_path: Path, m
     assert study_folder(None, "one") == tmp_path / "autoplan" / "studies" / "one"
 
 
-def test_fresh_moves_a_studys_folder_and_no_other(tmp_path: Path):
-    for identity in ("one", "two"):
-        open_store(tmp_path / identity, identity).close()
-    (tmp_path / "one" / "mine.txt").write_text("")
-    with open_store(tmp_path / "one", "one", fresh=True) as store:
-        assert store.folder == tmp_path / "one"
-        assert store.renamed_to is not None and store.renamed_to.parent == tmp_path
-        assert (store.renamed_to / "mine.txt").exists()
-    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", store.renamed_to.name}
-
-
-def test_fresh_twice_within_a_second_keeps_both(tmp_path: Path):
+def test_fresh_moves_a_studys_folder_and_no_other_and_deletes_nothing(tmp_path: Path):
+    """Also several times within a second."""
     kept = set()
-    open_store(tmp_path / "one", "one").close()
+    open_store(tmp_path / "two", "two").close()
+    with open_store(tmp_path / "one", "one") as store:
+        store.add(make_trial(0))
+    (tmp_path / "one" / "mine.txt").write_text("")
     for _ in range(3):
         with open_store(tmp_path / "one", "one", fresh=True) as store:
+            assert store.folder == tmp_path / "one" and store.trials == ()
             kept.add(store.renamed_to)
-    assert len(kept) == 3 and all(path is not None and path.exists() for path in kept)
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", *(path.name for path in kept)}
+    assert len(kept) == 3 and all(path.parent == tmp_path for path in kept)
+    (first,) = (path for path in kept if (path / "mine.txt").exists())
+    assert '"kind":"trial"' in (first / "record.jsonl").read_text()
 
 
 OWNER = """
