@@ -75,6 +75,7 @@ class Hooks:
         self._trained: set[int] | None = None
         self._missed = 0
         self._depth = 0
+        self._collecting = 0.0
         self._waiting = [*((*one, "saving") for one in _SAVES), *((*one, None, "logging") for one in _LOGS)]
 
     def install(self) -> None:
@@ -205,8 +206,10 @@ class Hooks:
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:
         if self.clock.here:
             if phase == "start":
+                self._collecting = time.perf_counter()
                 self.clock.enter("gc")
             else:
+                self.clock.note_line("gc", time.perf_counter() - self._collecting)
                 self.clock.leave()
 
 

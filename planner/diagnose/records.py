@@ -32,7 +32,7 @@ class PartTime(Record):
     """One part of the steps that were looked at.
 
     `seconds`, `low` and `high` are the mean, the 10th and the 90th percentile over the steps; `events` are the steps
-    that have it; `line` is the line of the user's code where most of it was spent, as `train.py:12`.
+    that hold 80 % of it; `line` is the line of the user's code where most of it was spent, as `train.py:12`.
     """
 
     part: Part

@@ -52,6 +52,9 @@ PAIRS, LEAST_PAIRS = 6, 3
 BLOCK_S = 0.25
 """A block is no shorter: a moment of other work on the machine should not fill it."""
 
+MOST_OF_IT = 0.8
+"""Of a part's time: the steps that hold so much of it are those that have it."""
+
 STILL_WAITS = 0.25
 """With the workers that were tried, the step still waits for more of the time than this: more are tried."""
 
@@ -288,7 +291,7 @@ def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler)
                 low=own[len(own) // 10],
                 high=own[-1 - len(own) // 10],
                 share=mean / whole,
-                events=sum(seconds > 0 for seconds in own),
+                events=steps_with(own),
                 line=sampler.line_of(part) or line if part == "data" else line,
             )
             parts.append(found)
@@ -299,6 +302,16 @@ def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler)
         parts=tuple(sorted(parts, key=lambda one: -one.seconds)),
         facts=facts,
     )
+
+
+def steps_with(seconds: list[float]) -> int:
+    """The fewest steps that hold MOST_OF_IT of a part's time: what is seldom and long counts."""
+    held, wanted = 0.0, MOST_OF_IT * sum(seconds)
+    for count, one in enumerate(sorted(seconds, reverse=True), 1):
+        held += one
+        if held >= wanted:
+            return count
+    return len(seconds)
 
 
 def synchronize() -> None:

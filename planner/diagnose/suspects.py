@@ -18,6 +18,9 @@ LEAST_OPTIMIZER = 0.05
 LEAST_BF16 = 1.3
 """A product that is less faster than this in bf16 gains nothing in a whole step: casts cost some."""
 
+EACH_STEP = 0.6
+"""A part that so many of the steps hold (`steps_with`) is one of each step."""
+
 PREFETCH = 2
 """Batches that each worker of a DataLoader makes ahead, by default."""
 
@@ -67,7 +70,7 @@ def _of_parts(seen: Observation) -> list[Suspect]:
     for one in seen.parts:
         for part, switch in names:
             if one.part == part and one.share >= LEAST_SHARE:
-                cycle = 1 if one.events >= 0.9 * seen.steps else math.ceil(seen.steps / max(1, one.events))
+                cycle = 1 if one.events >= EACH_STEP * seen.steps else math.ceil(seen.steps / max(1, one.events))
                 less = 0.001 if switch == "gc" else 0.0  # after the one that keeps a collector
                 found.append(Suspect(switch=switch, part=part, worth=one.share - less, cycle=cycle))
     return found

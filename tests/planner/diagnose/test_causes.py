@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
-from tests.planner.diagnose.test_diagnose import diagnose
+import autoplan
+from tests.planner.diagnose.test_diagnose import SCRIPTS, diagnose
 
 
 @pytest.mark.parametrize(
@@ -28,12 +34,38 @@ def test_a_cause_that_can_be_removed_is_named_first_and_measured(script: str, ca
 
 
 @pytest.mark.parametrize(
-    ("script", "cause", "line"), [("items.py", "sync", "items.py:16"), ("loop_code.py", "loop", "loop_code.py:14")]
+    ("script", "cause", "line"), [("items.py", "sync", "items.py:16"), ("loop_code.py", "loop", "loop_code.py:15")]
 )
 def test_a_cause_that_cannot_be_removed_is_estimated_with_its_line(script: str, cause: str, line: str) -> None:
     found = diagnose(script, budget=25.0)
     first = found.findings[0]
     assert (first.cause, first.measured, first.line) == (cause, False, line), found.findings
+
+
+def test_a_function_is_run_as_a_script_is() -> None:
+    def train() -> None:
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+            torch.save(torch.zeros(10 << 18), "function.pt")
+
+    found = autoplan.diagnose(train, budget=25.0)
+    assert found.findings[0].cause == "saving" and not Path("function.pt").exists()
+
+
+def test_ctrl_c_ends_the_command_and_leaves_nothing_running() -> None:
+    command = [sys.executable, "-m", "autoplan", "doctor", str(SCRIPTS / "loader.py"), "--budget", "100s"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "as they are" in line:
+                break
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert started and not psutil.wait_procs(started, timeout=10)[1]
 
 
 def test_a_script_that_needs_what_was_removed_is_run_again_with_it() -> None:
