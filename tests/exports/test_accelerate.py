@@ -52,7 +52,15 @@ def test_planted_keys_and_values_are_caught() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("degrees", [{}, {"dp_replicate": 8}, {"dp_shard": 8, "reshard_after_forward": False}])
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {},
+        {"dp_replicate": 8},
+        {"dp_shard": 8, "reshard_after_forward": False},
+        {"dp_shard": 8, "offload": "parameters"},
+    ],
+)
 def test_the_launcher_finds_the_plan(degrees: dict[str, Any]) -> None:
     plan = on_gpus(micro_batch=1, precision="fp16", **degrees)
     text = next(iter(load_target("accelerate").render(plan, "export").files.values()))
