@@ -11,7 +11,7 @@ import inspect
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autoplan.errors import PlanError, WorkloadError
+from autoplan.errors import PlanError, UsageError, WorkloadError
 from autoplan.planner.plan.loader import setting_of
 from autoplan.planner.plan.parts import Parts
 from autoplan.planner.plan.prepare import check_training, draws_kept, prepare_plan
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from autoplan.strategies.run import TrainingRun
+
+PARTS = ("model", "optimizer", "dataloader", "loss")
+"""Of a loop, in the order of autoplan.search, which takes them by name too."""
 
 PLAN_LOADER = "Or make it of the dataset: plan.loader(dataset, run=run), with run = plan.prepare(...)."
 
@@ -83,9 +86,11 @@ def apply_to_loop(
         plan: Of a search with such parts.
         parts: model, optimizer, dataloader, and the loss where the search had one.
         changed_ok: See Plan.prepare.
-        settings: schedule, schedule_interval, max_grad_norm, loss_mean, accelerator: as the search had them.
+        settings: schedule, schedule_interval, max_grad_norm, loss_mean, accelerator: as the search had them. Also
+            parts by name.
 
     Raises:
+        UsageError: a part was given by place and by name.
         WorkloadError: the parts make no training.
         PlanError: they are not those of the search, or the ranks cannot share the DataLoader.
     """
@@ -94,7 +99,14 @@ def apply_to_loop(
     from autoplan.strategies.workloads.loops.schedules import at_the_start, plain_optimizer, plain_schedule
     from autoplan.strategies.workloads.optimizers import follow
 
-    model, optimizer, dataloader, loss = (*parts, None, None, None, None)[:4]
+    named = dict(zip(PARTS, parts, strict=False))
+    if twice := [name for name in named if name in settings]:
+        raise UsageError(
+            f"apply_to was given {' and '.join(twice)} twice: by place and by name",
+            hint="Give each part once: plan.apply_to(model, optimizer, dataloader, loss).",
+        )
+    named |= {name: settings.pop(name) for name in PARTS if name in settings}
+    model, optimizer, dataloader, loss = (named.get(name) for name in PARTS)
     _refuse_split_loader(dataloader)
     if plan.training is not None:
         settings = {"max_grad_norm": plan.training.max_grad_norm, "seed": plan.training.seed} | settings

@@ -7,6 +7,9 @@
 What is refused with the advice to fix the micro-batch, or to say what a loss averages over, is tried again with it:
 `after the advice`. Exits with 1 where a
 training ended neither with a plan nor with a refusal that has a hint.
+
+The searches of one call share the process that ranks are forked from (torch is imported once), unless a training was
+killed or needs another environment. Names that have a result in --keep are not run again, unless given by name.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +27,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +65,8 @@ def end_of(name: str, budget_s: float | None, folder: Path) -> dict[str, Any]:
             if followed or not (mean or ADVICE in hint) or not isinstance(error, UsageError):
                 return found
             followed = True
+            if mean and os.environ.get("LOSS_MEAN") is None and budget_s is not None:
+                return {"end": "mean", "said": mean.group(1), "hint": hint}
             if mean:
                 os.environ["LOSS_MEAN"] = mean.group(1)
             else:
@@ -99,30 +106,108 @@ def _search(name: str, fix: dict[str, int], budget_s: float, folder: Path) -> st
     return f"{plan.speedup.median:.2f} x: {plan.config.describe()}"
 
 
-def run_one(name: str, budget_s: float | None, folder: Path) -> dict[str, Any]:
-    """How a training ends, in a process of its own with a time limit."""
-    limit_s = LIMIT_BUDGETS * (budget_s or 0.0) + LIMIT_MORE_S
-    began = time.monotonic()
-    command = [sys.executable, "-m", "tests.packages.run", "--one", name, "--keep", str(folder)]
-    with (folder / f"{name}.log").open("w") as log:
-        child = subprocess.Popen(
-            command + ([] if budget_s is None else ["--budget", f"{budget_s}s"]),
-            cwd=ROOT,
-            env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_STATE_HOME": str(folder / "state")},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
+class Child:
+    """A process that answers with the end of one training after another."""
+
+    def __init__(self, budget_s: float | None, folder: Path, **variables: str) -> None:
+        state = {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_STATE_HOME": str(folder / "state")}
+        with (folder / "child.log").open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.packages.run", "--serve", "--keep", str(folder)]
+                + ([] if budget_s is None else ["--budget", f"{budget_s}s"]),
+                cwd=ROOT,
+                env=os.environ | state | variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._limit_s = LIMIT_BUDGETS * (budget_s or 0.0) + LIMIT_MORE_S
+
+    def end_of(self, name: str) -> dict[str, Any] | None:
+        """How a training ends; None: no answer within its time limit."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        answer, deadline = b"", time.monotonic() + self._limit_s
         try:
-            out, _ = child.communicate(timeout=limit_s)
-            found = json.loads(out.strip().splitlines()[-1])
-        except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            found = {"end": "failed", "said": f"no answer ({type(error).__name__})", "hint": ""}
-    return found | {"name": name, "seconds": round(time.monotonic() - began, 1)}
+            self._process.stdin.write(f"{name}\n".encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        while not answer.endswith(b"\n"):
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            part = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
+            if not part:
+                return None
+            answer += part
+        found: dict[str, Any] = json.loads(answer.splitlines()[-1])
+        return found
+
+    def close(self) -> None:
+        """Ends it, with all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def serve(budget_s: float | None, folder: Path) -> None:
+    """Answers with the end of each training whose name comes in."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what packages print is no answer
+    with shared_zygote() if budget_s is not None else contextlib.nullcontext():
+        for line in sys.stdin:
+            answers.write(json.dumps(end_of(line.strip(), budget_s, folder)) + "\n")
+            answers.flush()
+
+
+@contextlib.contextmanager
+def shared_zygote() -> Iterator[None]:
+    """Searches in this process start their ranks from one zygote."""
+    from autoplan.planner.search import run
+    from autoplan.planner.search.preload import PRELOAD
+    from autoplan.processes.client import Zygote
+
+    with Zygote(preload=PRELOAD) as zygote:
+
+        @contextlib.contextmanager
+        def same(**_: Any) -> Iterator[Zygote]:
+            zygote.start()  # does nothing if it runs
+            yield zygote
+
+        own, run.Zygote = run.Zygote, same  # type: ignore[misc, assignment]
+        try:
+            yield
+        finally:
+            run.Zygote = own  # type: ignore[misc]
+
+
+class Runner:
+    """Runs trainings in a child, and in another one after the advice to say what a loss averages over."""
+
+    def __init__(self, budget_s: float | None, folder: Path) -> None:
+        self._budget_s, self._folder = budget_s, folder
+        self._child: Child | None = None
+
+    def run(self, name: str) -> dict[str, Any]:
+        """How a training ends, and after how many seconds."""
+        began = time.monotonic()
+        self._child = self._child or Child(self._budget_s, self._folder)
+        found = self._child.end_of(name)
+        if found is None or self._budget_s is None:
+            self.close()
+        if found is not None and found["end"] == "mean":
+            advised = Child(self._budget_s, self._folder, LOSS_MEAN=found["said"])
+            found = advised.end_of(name)
+            advised.close()
+            if found is not None and found["end"] == "plan":
+                found["end"] = "after the advice"
+        found = found or {"end": "failed", "said": "no answer", "hint": ""}
+        return found | {"name": name, "seconds": round(time.monotonic() - began, 1)}
+
+    def close(self) -> None:
+        """Ends the child."""
+        if self._child is not None:
+            self._child.close()
+        self._child = None
 
 
 def main() -> int:
@@ -135,11 +220,11 @@ def main() -> int:
     parser.add_argument("--budget", help="of each search; none: each is inspected alone")
     parser.add_argument("--inspect", action="store_true", help="the same as no --budget")
     parser.add_argument("--keep", type=Path, help="a folder for stores, logs and results")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     budget_s = None if chosen.inspect or chosen.budget is None else parse_duration_s(chosen.budget)
-    if chosen.one:
-        print(json.dumps(end_of(chosen.one, budget_s, chosen.keep)))
+    if chosen.serve:
+        serve(budget_s, chosen.keep)
         return 0
     picked = [name for name, (package, _) in TRAININGS.items() if not chosen.names or {name, package} & {*chosen.names}]
     with contextlib.ExitStack() as stack:
@@ -147,9 +232,15 @@ def main() -> int:
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
         ends: Counter[str] = Counter()
+        runner = Runner(budget_s, folder)
+        stack.callback(runner.close)
         for name in picked:
-            found = run_one(name, budget_s, folder)
-            (folder / f"{name}.json").write_text(json.dumps(found, indent=1))
+            result = folder / f"{name}.json"
+            if result.exists() and not chosen.names:
+                found = json.loads(result.read_text())
+            else:
+                found = runner.run(name)
+                result.write_text(json.dumps(found, indent=1))
             ends[found["end"]] += 1
             first = (found["said"].strip().splitlines() or [""])[-1 if found["end"] == "failed" else 0]
             package = TRAININGS[name][0]

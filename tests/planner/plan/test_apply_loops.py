@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
 import autoplan
-from autoplan.errors import PlanError, WorkloadError
+from autoplan.errors import PlanError, UsageError, WorkloadError
 from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.analysis.training_facts import read_training_facts
 from autoplan.strategies.config import TrainingConfig
@@ -60,6 +60,17 @@ def test_clipping_of_the_search_is_kept_and_another_one_is_refused() -> None:
     run, _ = plan.apply_to(*parts)
     assert run.workload.max_grad_norm == CLIP
     assert plan.apply_to(*parts_of(), max_grad_norm=None, changed_ok=True).run.workload.max_grad_norm is None
+
+
+def test_parts_may_be_given_by_name_as_to_the_search() -> None:
+    model, optimizer, loader, loss = parts_of()
+    plan = plan_of((model, optimizer, loader, loss))
+    for names in ({"loss": loss}, {"optimizer": optimizer, "dataloader": loader, "loss": loss}):
+        given = [part for name, part in (("optimizer", optimizer), ("dataloader", loader)) if name not in names]
+        run, batches = plan.apply_to(model, *given, **names)
+        assert torch.isfinite(run.step(next(iter(batches))).loss)
+    with pytest.raises(UsageError, match="given loss twice: by place and by name"):
+        plan.apply_to(model, optimizer, loader, loss, loss=loss)
 
 
 @pytest.mark.parametrize(
