@@ -85,8 +85,17 @@ class TruncatedModels:
             return self._build()
 
     def _build(self) -> nn.Module:
-        with self.mode, torch.device(self.device):
-            return self.workload.build_model()
+        try:
+            with self.mode, torch.device(self.device):
+                return self.workload.build_model()
+        except RuntimeError:
+            if not isinstance(self.mode, FakeTensorMode):
+                raise
+        # A loop's model is copied, and torch 2.13 copies no buffer under fake tensors (aten.set_ of a real storage).
+        with torch.device(self.device):
+            model = self.workload.build_model()
+        tensors = (*model.parameters(), *model.buffers())
+        return copy.deepcopy(model, {id(tensor): self.mode.from_tensor(tensor) for tensor in tensors})
 
     def _copy(self, model: nn.Module) -> nn.Module:
         if has_closed_hooks(model):
