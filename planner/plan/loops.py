@@ -106,7 +106,8 @@ def apply_to_loop(
             hint="Give each part once: plan.apply_to(model, optimizer, dataloader, loss).",
         )
     named |= {name: settings.pop(name) for name in PARTS if name in settings}
-    model, optimizer, dataloader, loss = (named.get(name) for name in PARTS)
+    given: list[Any] = [named.get(name) for name in PARTS]
+    model, optimizer, dataloader, loss = given
     _refuse_split_loader(dataloader)
     if plan.training is not None:
         settings = {"max_grad_norm": plan.training.max_grad_norm, "seed": plan.training.seed} | settings
