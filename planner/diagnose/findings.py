@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autoplan.planner.diagnose.records import Answer, Facts, Finding, Observation, Part, PartTime, SwitchTrial
 from autoplan.planner.diagnose.session import LEAST_PAIRS
-from autoplan.planner.diagnose.suspects import LEAST_SHARE
+from autoplan.planner.diagnose.suspects import LEAST_SHARE, find_suspects
 from autoplan.planner.records.trials import Interval
 from autoplan.planner.trials.measure import ratio_interval
 from autoplan.units import format_seconds
@@ -240,7 +240,8 @@ def _estimate(cause: str, what: str, evidence: str, mend: str, share: float, lin
 def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding]) -> list[str]:
     """What else is worth saying: what had no time, what failed, what the process could not do."""
     said = []
-    short = [trial.suspect.key for trial in answer.trials if trial.why_not and len(trial.pairs) < LEAST_PAIRS]
+    whole = {trial.suspect.key for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS}
+    short = [one.key for one in find_suspects(seen) if one.key not in whole]
     if short:
         said.append(f"not measured, the time was too short: {', '.join(short)}; a larger --budget measures it")
     tested = [trial for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS]

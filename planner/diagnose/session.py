@@ -103,7 +103,10 @@ class Session:
         if self._clock_is_open:
             try:
                 self._course.send(self.clock.close())
+                over = self.left_s < 0 and self.answer.observation is not None
             except StopIteration:
+                over = True
+            if over:
                 self.keep(how="done")
                 self._end()
         self._clock_is_open = True
