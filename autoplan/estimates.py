@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from autoplan.planner.cost.analytical.transformer import find_transformer, is_tr
 from autoplan.planner.cost.correction import Correction
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
+if TYPE_CHECKING:
+    from autoplan.planner.plan.plan import Plan
+
 DEFAULT_TOKENS_PER_STEP = 4_194_304  # 2^22: what Llama 2 was trained with
 GPUS_OF_A_NODE = 8  # where only kinds of GPUs are named
 DEFAULT_SEQ_LEN = 2048  # of a model whose config.json does not say its own
@@ -51,6 +54,8 @@ def estimate(
     rows: str | Path | Sequence[Mapping[str, Any]] | None = None,
     out: str | Path | None = None,
     calibrate: str | Path | None = None,
+    anchor: str | Path | Plan | None = None,
+    against: Sequence[str | Path | Plan] | None = None,
 ) -> dict[str, Any]:
     """Estimates memory, time and cost of a training on a cluster that need not be here.
 
@@ -76,32 +81,46 @@ def estimate(
         out: With rows: a CSV file that the estimated table is written to.
         calibrate: A CSV file of layouts with their measured step_time_s, which correct the estimate where
             that makes it better out of sample.
+        anchor: A plan, or the file of one: what its search measured is carried to the cluster, whose chip may be
+            "here" (4xhere). Without a model the plan's own workload is estimated.
+        against: Plans of the same training from elsewhere, in place of a cluster: how far off the anchor's projections
+            are from what these measured.
 
     Returns:
         What `autoplan estimate --json` prints (docs/estimate.md): seconds, bytes, tokens per second.
         `best[i]["layout"]` has knobs that a search can be given as fixed.
 
     Raises:
-        UsageError: arguments that do not go together, an unknown chip or cluster, a file that cannot be read.
+        UsageError: arguments that do not go together, an unknown chip or cluster, a file that cannot be read, an anchor
+            of another workload.
+        PlanError: an anchor that cannot be read, is unverified, or has no trials.
         ConfigError: a knob or a value that does not exist, or no legal layout.
         WorkloadError: an unknown model, or one that cannot be traced, and why.
         NoFeasiblePlanError: no layout fits, and by how much.
     """
-    _check_arguments(model, cluster, rows, out, tokens, prices)
+    _check_arguments(model, cluster, rows, out, tokens, prices, anchor, against)
     for option, value in {"seq-len": sequence_length, "global-batch": global_batch, "top": top}.items():
         if value is not None and value < 1:
             raise UsageError(f"--{option} is {value}", hint="Give a whole number of at least 1.")
+    if calibrate is not None and anchor is not None:
+        raise UsageError("an anchor has its own measurements", hint="Leave out --calibrate.")
     correction = None if calibrate is None else learn_from_table(Path(calibrate))
     if rows is not None:
         table = read_rows(Path(rows)) if isinstance(rows, str | Path) else [dict(row) for row in rows]
         return _table_document(table, correction, None if out is None else Path(out))
-    assert model is not None
+    if against is not None:
+        assert anchor is not None, "checked above"
+        return _against_document(model, anchor, against)
     priced = None if prices is None else read_prices(prices)
     links = {
         "inter_gbits_per_s_per_gpu": inter_gbits_per_gpu,
         "intra_gbytes_per_s": intra_gbytes_per_s,
         "input_tokens_per_s": input_tokens_per_s,
     }
+    if anchor is not None:
+        assert cluster is not None, "checked above"
+        return _anchored_document(model, cluster, links, anchor, sequence_length, global_batch, fix or {}, tokens, top)
+    assert model is not None, "checked above"
     places: Sequence[str | Cluster]
     if cluster is not None:
         places = [cluster]
@@ -163,12 +182,96 @@ def _advice(
     }
 
 
-def _check_arguments(model: Any, cluster: Any, rows: Any, out: Any, tokens: Any, prices: Any) -> None:
+def _anchored_document(
+    model: Any,
+    cluster: str | Cluster,
+    links: Mapping[str, float | None],
+    anchor: str | Path | Plan,
+    seq_len: int | None,
+    global_batch: int | None,
+    fix: Mapping[str, Any],
+    tokens: float | None,
+    top: int,
+) -> dict[str, Any]:
+    """The document of a cluster beside what was measured on the anchor's device."""
+    from autoplan.planner.estimate.anchor import anchored_question, read_anchor, read_target, search_flags
+
+    plan = read_anchor(anchor)
+    target = read_target(plan, cluster, links)
+    spec = _anchored_spec(model, plan, seq_len, global_batch)
+    question, assumed = anchored_question(plan, spec, target, {k.replace("-", "_"): str(v) for k, v in fix.items()})
+    document = estimate_cluster(question, model_name=spec.name, tokens=tokens, assumed=assumed, top=top)
+    for entry in document["best"]:
+        entry["search_flags"] = search_flags(entry["layout"], question.cluster.num_gpus, question.device)
+    document["anchor"] = question.describe(document)
+    document["rent"] = None
+    return document
+
+
+def _anchored_spec(model: Any, plan: Plan, seq_len: int | None, global_batch: int | None) -> WorkloadSpec:
+    """The spec of an anchor's workload: of the model that was given, if it is the same training, else the plan's."""
+    from autoplan.planner.estimate.anchor import anchored_spec
+
+    code = str(model) if isinstance(model, str | Path) and plan.workload.kind == "function" else None
+    given = None
+    if model is not None and code is None:
+        from autoplan.api import make_workload_spec
+
+        given = make_workload_spec(
+            model,
+            global_batch=global_batch or plan.workload.global_batch,
+            sequence_length=seq_len or plan.workload.sequence_length,
+        )
+    spec = anchored_spec(plan, given, code=code, global_batch=global_batch)
+    return spec if seq_len is None else spec.model_copy(update={"sequence_length": seq_len})
+
+
+def _against_document(model: Any, anchor: str | Path | Plan, plans: Sequence[str | Path | Plan]) -> dict[str, Any]:
+    """The document of projections beside measurements."""
+    from autoplan.planner.estimate.anchor import against, read_anchor
+    from autoplan.planner.plan.plan import Plan
+
+    plan = read_anchor(anchor)
+    named = [(one.study, one) if isinstance(one, Plan) else (str(one), Plan.load(one)) for one in plans]
+    rows = against(plan, _anchored_spec(model, plan, None, None), named)
+    measured = [row for row in rows if row["problem"] is None]
+    return {
+        "status": "ok",
+        "anchor": {"study": plan.study, "device": plan.hardware.device(plan.device).name},
+        "rows": rows,
+        "compared": len(measured),
+        "mean_error": float(np.mean([abs(row["error"]) for row in measured])) if measured else None,
+        "inside": sum(row["inside"] for row in measured),
+    }
+
+
+def _check_arguments(
+    model: Any, cluster: Any, rows: Any, out: Any, tokens: Any, prices: Any, anchor: Any, against: Any
+) -> None:
     """Raises where arguments do not go together.
 
     Raises:
         UsageError: which, and what to give.
     """
+    if against is not None and (anchor is None or not against):
+        raise UsageError(
+            "against compares projections of an anchor with plans from elsewhere",
+            hint="For example: autoplan estimate --anchor here.json --against there.json",
+        )
+    if anchor is not None:
+        others = {"rows": rows, "prices": prices, "out": out} | ({"cluster": cluster} if against is not None else {})
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise UsageError(
+                f"an anchor{' with against' if against is not None else ''} does not go with {' and '.join(given)}",
+                hint="For example: autoplan estimate --anchor plan.json --cluster 8x8xH100",
+            )
+        if cluster is None and against is None:
+            raise UsageError(
+                "an anchor needs a cluster to be carried to",
+                hint="For example: --cluster 8x8xH100, or 4xhere for four of the anchor's own devices.",
+            )
+        return
     if prices is not None and tokens is None:
         raise UsageError(
             "prices go with tokens, of which the cost is", hint="Give --tokens too: how many the training takes."

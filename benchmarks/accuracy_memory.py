@@ -1,12 +1,15 @@
 """The closed form's memory against published peaks: error, bias, coverage, and the confusion of fits and does not.
 
-Part of `make accuracy`. Where a table leaves something open that its own source says elsewhere (the length of the
-longest sample, a config file), it is filled in here with the source; a row that still does not say enough is left
-out, and the reasons are counted. Nothing is fitted to these rows.
+Part of `make accuracy`; with `--runs 500` small models are run here under a limit instead (memory_runs.py).
+
+Where a table leaves something open that its own source says elsewhere (the length of the longest sample, a config
+file), it is filled in here with the source; a row that still does not say enough is left out, and the reasons are
+counted. Nothing is fitted to these rows.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -286,3 +289,22 @@ def show_memory(*, markdown: bool) -> None:
         print(f"| {' | '.join(cells)} |" if markdown else " | ".join(cells))
         lost += [f"{name}: {count} left out: {why}" for why, count in sorted(s["left_out"].items())]
     print("\n" + "\n".join(lost))
+
+
+def main() -> None:
+    """The published tables, or runs of this machine."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=0, help="run so many configurations of small models here")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None, help="with --runs: a JSON file of every run")
+    options = parser.parse_args()
+    if options.runs:
+        from benchmarks.memory_runs import run_here
+
+        run_here(options.runs, options.seed, options.out)
+    else:
+        show_memory(markdown=False)
+
+
+if __name__ == "__main__":
+    main()

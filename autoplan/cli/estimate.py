@@ -57,6 +57,14 @@ def estimate_command(
     calibrate: Annotated[
         Path | None, _option("FILE", "A CSV table with measured step_time_s: corrects by it.", "--calibrate")
     ] = None,
+    anchor: Annotated[
+        Path | None,
+        _option("FILE", "A plan.json: what its search measured is carried to --cluster (4xhere: 4 such).", "--anchor"),
+    ] = None,
+    against: Annotated[
+        list[Path] | None,
+        _option("FILE", "A plan.json from elsewhere: how far off the anchor's projection is. Repeat it.", "--against"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Estimate a training on a cluster.
@@ -80,11 +88,17 @@ def estimate_command(
         rows=rows,
         out=out if rows is not None else None,
         calibrate=calibrate,
+        anchor=anchor,
+        against=against,
     )
     if as_json:
         print_json({name: value for name, value in document.items() if name != "reasons"})
     elif rows is not None:
         _show_table(document, out)
+    elif against:
+        from autoplan.report.projection import show_against
+
+        show_against(document, console(stderr=False))
     else:
         from autoplan.report.estimate import show_estimate
 

@@ -62,6 +62,10 @@ def show_estimate(document: dict[str, Any], screen: Console) -> None:
         families.setdefault(entry["why"], []).append(entry["family"])
     for why, names in families.items():
         _say(screen, f"  {', '.join(names)}: {why}")
+    if "anchor" in document:
+        from autoplan.report.projection import show_anchor
+
+        show_anchor(document, screen)
 
 
 def _unit(document: dict[str, Any]) -> str:

@@ -7,9 +7,9 @@ from the catalogue of datasheets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,11 +31,11 @@ from autoplan.planner.space.bounds import Bound
 from autoplan.planner.space.generate import Space, generate
 from autoplan.planner.trace.model_profile import ModelProfile, variants_to_trace
 from autoplan.planner.trace.trace import TraceLimits, trace_profile
-from autoplan.probes.profile import Host
+from autoplan.probes.profile import HardwareProfile, Host
 from autoplan.probes.run import read_host_profile
 from autoplan.processes import Zygote
 from autoplan.strategies.analysis.facts import WorkloadFacts
-from autoplan.strategies.config import DEGREES, EXCHANGE_KNOBS, PLAIN
+from autoplan.strategies.config import DEGREES, EXCHANGE_KNOBS, PLAIN, TrainingConfig
 from autoplan.strategies.knob_text import check_knob
 from autoplan.strategies.techniques.degrees import legal_degrees
 from autoplan.strategies.workloads.spec import WorkloadSpec
@@ -45,6 +45,23 @@ WANTED = {"precision": ("bf16", "fp16"), "compile": ("block", "model")}
 
 VARIED = ("checkpointing",)
 """The knobs besides degrees and the micro-batch that are varied; all others stay as in the plain run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where layouts are priced.
+
+    Attributes:
+        estimator: Its rates, and what is known of how they turn out.
+        memory_bytes: Of one rank.
+        peaks: FLOP/s of one rank, by PRECISIONS; NaN: not known.
+        notes: Where its figures come from, in sentences.
+    """
+
+    estimator: Estimator
+    memory_bytes: float
+    peaks: Floats
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +78,9 @@ class TracedQuestion(Asked):
     profile: ModelProfile
     host: Host
 
-    def solve(self) -> Answer:
-        """Every legal layout of the cluster, priced by the rates of its datasheet.
-
-        Raises:
-            ConfigError: nothing is legal, and why.
-        """
+    def place(self) -> Place:
+        """The cluster by the rates of its datasheet."""
         cluster, chip = self.cluster, find_chip(self.cluster.chip)
-        space = legal_space(self.facts, cluster, self.fixed)
         estimator = Estimator(
             self.profile,
             cluster_hardware(cluster, self.host),
@@ -77,13 +89,34 @@ class TracedQuestion(Asked):
             memory_limit_bytes=None,
         )
         estimator.memory_fit.base_bytes = CONTEXT_BYTES
-        columns = from_configs(space.candidates, self.global_batch, device="cuda", num_blocks=self.profile.num_blocks)
+        return Place(
+            estimator=estimator,
+            memory_bytes=chip.sheet.memory_bytes.value,
+            peaks=np.array([chip.peak(name) or np.nan for name in PRECISIONS]),
+            notes=(
+                f"rates: of the datasheet of the {chip.sheet.name}; nothing was measured there",
+                *estimator.rates.assumed,
+            ),
+        )
+
+    def space(self) -> Space:
+        """The legal layouts of the cluster."""
+        return legal_space(self.facts, self.cluster, self.fixed)
+
+    def solve(self) -> Answer:
+        """Every legal layout of the cluster, priced.
+
+        Raises:
+            ConfigError: nothing is legal, and why.
+        """
+        place, space = self.place(), self.space()
+        estimator, device = place.estimator, place.estimator.device
+        columns = from_configs(space.candidates, self.global_batch, device=device, num_blocks=self.profile.num_blocks)
         predicted = estimator.predict(columns)
-        groups = group_bytes(columns)
-        memory_bytes = chip.sheet.memory_bytes.value
+        groups = group_bytes(columns) if device == "cuda" else np.zeros(len(columns))
         low, high = (peak + groups for peak in (predicted.peak_memory_low_bytes, predicted.peak_memory_high_bytes))
-        found = verdicts(low, high, memory_bytes, reserve=RESERVE)
-        peaks = np.array([chip.peak(name) or np.nan for name in PRECISIONS])[columns.precision]
+        found = verdicts(low, high, place.memory_bytes, reserve=RESERVE)
+        peaks = place.peaks[columns.precision]
         table = self._table(predicted, columns, groups, peaks * columns.num_ranks)
         first = space.candidates[0]
         shown = (*WANTED, "attention", "loss", "optimizer_step", *self._fixed())
@@ -96,12 +129,8 @@ class TracedQuestion(Asked):
             knobs={knob: getattr(first, knob) for knob in dict.fromkeys(shown) if knob not in DEGREES},
             other={},
             optimizer=self.profile.optimizer_name,
-            memory_bytes=memory_bytes,
-            notes=(
-                *self.profile.notes,
-                f"rates: of the datasheet of the {chip.sheet.name}; nothing was measured there",
-                *estimator.rates.assumed,
-            ),
+            memory_bytes=place.memory_bytes,
+            notes=(*self.profile.notes, *place.notes),
         )
 
     def _fixed(self) -> dict[str, Any]:
@@ -160,21 +189,39 @@ def read_fixed(fixed: Mapping[str, str]) -> dict[str, Any]:
     return {name: check_knob(name, value) for name, value in values.items()}
 
 
-def legal_space(facts: WorkloadFacts, cluster: Cluster, fixed: Mapping[str, str]) -> Space:
+def legal_space(
+    facts: WorkloadFacts,
+    cluster: Cluster,
+    fixed: Mapping[str, str],
+    *,
+    device: str = "cuda",
+    known: TrainingConfig | None = None,
+) -> Space:
     """The legal layouts of a workload on all GPUs of a cluster.
+
+    Args:
+        facts: Of the workload.
+        cluster: Of `device`s: cuda or cpu.
+        fixed: Knobs that the user fixed.
+        device: What ranks run on.
+        known: The knobs that are not varied are as here, where that is legal; None: as WANTED has them.
 
     Raises:
         ConfigError: there is none, and why.
     """
     knobs, count = read_fixed(fixed), cluster.num_gpus
-    degrees, left_out = legal_degrees(facts, count, device="cuda", ranks_per_node=cluster.gpus_per_node)
+    degrees, left_out = legal_degrees(facts, count, device=device, ranks_per_node=cluster.gpus_per_node)
+    if count == 1:
+        degrees = [{}]
+    degrees = [found for found in degrees if PLAIN.model_copy(update=dict(found)).world_size == count]
     asked = {name: value for name, value in knobs.items() if name in DEGREES and name not in EXCHANGE_KNOBS}
     legal = [d for d in degrees if all(d.get(name, getattr(PLAIN, name)) == value for name, value in asked.items())]
     if not legal:
         text = " ".join(f"{name}={value}" for name, value in asked.items()) or "no fixed degrees"
+        kind = "GPUs" if device == "cuda" else "ranks"
         raise ConfigError(
-            f"no layout of {count} GPUs is legal for {facts.spec.name} with {text} at a global batch of "
-            f"{facts.spec.global_batch}",
+            f"no layout of {count} {kind} is legal for {facts.spec.name} with {text} "
+            f"at a global batch of {facts.spec.global_batch}",
             hint="".join(f"{found.family}: {found.reason} ({found.by}). " for found in left_out[:3])
             + "Another --global-batch is another training, and yours to choose.",
         )
@@ -186,7 +233,8 @@ def legal_space(facts: WorkloadFacts, cluster: Cluster, fixed: Mapping[str, str]
             some = tuple(size for size in powers(LARGEST_MICRO_BATCH) if size in choice.values)
             bounds["micro_batch"] = Bound(values=some or choice.values)
             continue
-        wanted = (*WANTED.get(choice.knob, ()), getattr(PLAIN, choice.knob), *choice.values)
+        better = WANTED.get(choice.knob, ()) if known is None else (getattr(known, choice.knob),)
+        wanted = (*better, getattr(PLAIN, choice.knob), *choice.values)
         knobs[choice.knob] = next(value for value in wanted if value in choice.values)
     return generate(facts.choices, global_batch=facts.spec.global_batch, fixed=knobs, bounds=bounds, degrees=legal)
 
@@ -198,32 +246,60 @@ def trace_for(spec: WorkloadSpec, cluster: Cluster, fixed: Mapping[str, str]) ->
         WorkloadError: its functions fail, or its trace does, and why.
         ConfigError: nothing is legal on the cluster.
     """
-    now = read_host_profile()
-    hardware = cluster_hardware(cluster, now.host)
+    host = read_host_profile().host
     read_fixed(fixed)
-    _, host_limit = limits(now, "cpu", None)
+    looked = look_and_trace(
+        spec,
+        cluster_hardware(cluster, host),
+        ranks=cluster.num_gpus,
+        wanted=lambda facts: legal_space(facts, cluster, fixed).candidates,
+    )
+    return TracedQuestion(cluster=cluster, fixed=dict(fixed), host=host, **looked)
+
+
+def look_and_trace(
+    spec: WorkloadSpec,
+    hardware: HardwareProfile,
+    *,
+    ranks: int,
+    wanted: Callable[[WorkloadFacts], Sequence[TrainingConfig]],
+    device: Literal["cuda", "cpu"] = "cuda",
+) -> dict[str, Any]:
+    """Looks at a workload and traces it, without values and without the device.
+
+    Args:
+        spec: The workload.
+        hardware: Where it is to run.
+        ranks: How many there are.
+        wanted: From the facts, the configurations whose variants are traced.
+        device: What it is traced for.
+
+    Returns:
+        The fields of a TracedQuestion that follow: sequence length, global batch, facts, profile.
+
+    Raises:
+        WorkloadError: its functions fail, or its trace does, and why.
+        ConfigError: nothing is legal.
+    """
+    _, host_limit = limits(read_host_profile(), "cpu", None)
     with Zygote(preload=preload_for(spec)) as zygote:
         means = Means(options=SearchOptions(spec=spec), zygote=zygote, observer=SearchObserver())
-        facts = inspect(means, hardware, "cuda", max(cluster.num_gpus, 2), host_limit)
+        facts = inspect(means, hardware, device, max(ranks, 2), host_limit)
         if facts.step_s is not None:
             raise WorkloadError(
                 f"{facts.spec.name} is a step of which no part is known, so nothing of it can be traced",
                 hint="Give its parts: model, make_batch, loss, optimizer (docs/loops.md).",
             )
-        space = legal_space(facts, cluster, fixed)
         profile = trace_profile(
             facts.spec.model_copy(update={"payload": spec.payload}),
-            device="cuda",
+            device=device,
             zygote=zygote,
-            variants=variants_to_trace(space.candidates, has_blocks=facts.num_blocks > 0),
+            variants=variants_to_trace(wanted(facts), has_blocks=facts.num_blocks > 0),
             limits=TraceLimits(timing_budget_s=0.0, memory_limit_bytes=host_limit),
         )
-    return TracedQuestion(
-        cluster=cluster,
-        seq_len=facts.spec.sequence_length or profile.tokens_per_sample,
-        global_batch=facts.spec.global_batch,
-        fixed=dict(fixed),
-        facts=facts,
-        profile=profile,
-        host=now.host,
-    )
+    return {
+        "seq_len": facts.spec.sequence_length or profile.tokens_per_sample,
+        "global_batch": facts.spec.global_batch,
+        "facts": facts,
+        "profile": profile,
+    }

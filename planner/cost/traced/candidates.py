@@ -21,6 +21,9 @@ MOMENT_SHARES = np.array([1.0, 0.5, (1 + 4 / 256) / 4])
 MICRO_STEP_KNOBS = (*VARIANT_KNOBS, "micro_batch", "tp", "threads", "fp8", "compile_mode", "kernels")
 """The knobs that the operations of a micro-step, and their times, depend on."""
 
+RANKS = ("dp_replicate", "dp_shard", "pp")
+"""What they depend on besides on a CPU, whose ranks share its cores."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidates(Columns):
@@ -79,7 +82,7 @@ def from_configs(
         variants=tuple(keys),
         variant=codes[:, 0],
         full_variant=codes[:, 1],
-        micro_step=table.alike(MICRO_STEP_KNOBS),
+        micro_step=table.alike((*MICRO_STEP_KNOBS, *(RANKS if device == "cpu" else ()))),
         graphs=table.has("compile_mode", *CUDAGRAPH_MODES),
         offload=table.column("offload", OFFLOADS.index),
         liger=table.has("kernels", "liger"),

@@ -252,7 +252,8 @@ class Estimator:
         of_plain, of_full = (first_touches(one, self.profile.num_blocks, sizes)[kind] for one in (plain, full))
         fresh = (1 - c.checkpointed) * of_plain + c.checkpointed * of_full
         fresh = (fresh + GIVEN_BACK * self._unchecked_bytes(plain, c)) * c.accumulation / c.tp / c.pp
-        return np.where(c.keeps_memory, 0.0, FAULTS_APART * fresh) * self.rates.first_touch_s_per_byte
+        slow = self.rates.thread_slowdown(c.threads, c.num_ranks)
+        return np.where(c.keeps_memory, 0.0, FAULTS_APART * fresh) * self.rates.first_touch_s_per_byte * slow
 
     def _unchecked_bytes(self, plain: VariantProfile, c: Candidates) -> Floats:
         """Activations of a micro-step that keeps all: with checkpointing the same memory comes and goes, by blocks."""

@@ -107,6 +107,9 @@ class Rates:
         memory_bytes_per_s: Reads and writes together.
         dispatch_s: Host time per eager operation, autograd included.
         first_touch_s_per_byte: What a page that was not there before costs more than one that was; CPU only.
+        thread_speed: FLOP/s of products by the number of threads; CPU only.
+        threads: The cores of the CPU; 0: no CPU, or not known.
+        ranks_per_host: So many ranks at most share the cores; infinite: all of them.
         assumed: What no probe measured, in sentences.
         casts_apart: Casts to 8 bits are operations of their own (torchao), not part of others (Transformer Engine).
         doubts: For a calibration factor, how uncertain the rates behind it are beyond the usual: the standard deviation
@@ -121,6 +124,7 @@ class Rates:
     first_touch_s_per_byte: float = 0.0
     thread_speed: dict[int, float] = field(default_factory=dict)
     threads: int = 0
+    ranks_per_host: float = np.inf
     assumed: list[str] = field(default_factory=list)
     doubts: dict[str, float] = field(default_factory=dict)
     casts_apart: bool = True
@@ -137,14 +141,40 @@ class Rates:
         known = self.attention_flops_per_s
         return known[dtype if dtype in known else "float32"]
 
-    def thread_slowdown(self, threads: Floats) -> Floats:
-        """How much longer matmuls take on so many threads than on all; 0 threads: all."""
-        if not self.thread_speed:
-            return np.ones_like(threads)
-        known = np.array(sorted(self.thread_speed))
-        speeds = np.array([self.thread_speed[int(count)] for count in known])
-        wanted = np.where(threads > 0, threads, self.threads or known[-1])
-        return np.interp(self.threads or known[-1], known, speeds) / np.interp(wanted, known, speeds)
+    def thread_slowdown(self, threads: Floats, ranks: float | Floats = 1.0) -> Floats:
+        """How much longer the products of one rank take on its threads than on all cores, by the measured speeds.
+
+        Each of several ranks has its share of the cores as threads unless it is told otherwise; more threads than cores
+        take turns. On CUDA it is 1.
+
+        Args:
+            threads: Of each rank; 0: its share.
+            ranks: All of them.
+        """
+        if self.device != "cpu" or not (self.threads or self.thread_speed):
+            return np.ones_like(np.asarray(threads, dtype=np.float64))
+        cores, sharing, own = self._shares(threads, ranks)
+        turns = np.maximum(sharing * own / cores, 1.0)
+        known = np.array(sorted(self.thread_speed) or (1.0, cores), dtype=np.float64)
+        speeds = np.array([self.thread_speed[int(count)] for count in known] if self.thread_speed else known)
+        return np.asarray(turns * np.interp(cores, known, speeds) / np.interp(np.minimum(own, cores), known, speeds))
+
+    def memory_slowdown(self, threads: Floats, ranks: float | Floats = 1.0) -> Floats:
+        """The same of passes over memory, whose bandwidth the ranks share, and which half of the cores use up.
+
+        Measured: one of two cores reaches 83 % of what both do. On more cores assumed.
+        """
+        if self.device != "cpu" or not self.threads:
+            return np.ones_like(np.asarray(threads, dtype=np.float64))
+        cores, sharing, own = self._shares(threads, ranks)
+        return np.asarray(np.maximum(sharing, cores / (2 * own)))
+
+    def _shares(self, threads: Floats, ranks: float | Floats) -> tuple[float, Floats, Floats]:
+        """The cores, how many ranks share them, and the threads of each rank."""
+        wanted = np.asarray(threads, dtype=np.float64)
+        cores = float(self.threads or max(self.thread_speed))
+        sharing = np.maximum(np.minimum(ranks, self.ranks_per_host), 1.0)
+        return cores, sharing, np.where(wanted > 0, wanted, np.maximum(cores // sharing, 1.0))
 
 
 def from_device(device: Device) -> Rates:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.planner.cost.calibrate import FACTORS
-from autoplan.planner.cost.columns import COMPILES, DTYPES, PRECISIONS, STATES, Floats, first_of_each
+from autoplan.planner.cost.columns import COMPILES, DTYPES, PRECISIONS, SHARDINGS, STATES, Floats, first_of_each
 from autoplan.planner.cost.communication import BlockExchange, Exchange, Links, boundary_width, exchange
 from autoplan.planner.cost.offload import PARAMETERS, HostLink, Offloaded, transfer_s
 from autoplan.planner.cost.roofline import LAUNCH_S
@@ -87,6 +87,11 @@ PIPELINE_TURN_S = 2e-3
 # What an optimizer step takes on CUDA whatever its size: zero_grad, the norm that clipping waits for. Assumed.
 STEP_OVERHEAD_S = 1e-3
 
+# FSDP2's hooks on a CPU, per unit (a block, and the root) and micro-step, twice if it gathers again for the backward:
+# copies into and out of the gathered buffer, and the threads of gloo. Measured: 5 ms in gpt-2 and 6 ms in vision-2 of
+# benchmarks/results/search_tables; the other two models there were not used for it. On CUDA they hide.
+FSDP_UNIT_S = 5e-3
+
 # Timed matrix products that take so much longer than the probe's fit are left out; only large ones are compared,
 # for small ones are mostly the host's time
 SLOWER_THAN_PROBED = 3.0
@@ -126,7 +131,8 @@ def segment_times(
     """
     size = len(candidates)
     times = np.zeros((2, len(PARTS), size))
-    slow = rates.thread_slowdown(candidates.threads)
+    slow = rates.thread_slowdown(candidates.threads, candidates.num_ranks)
+    sharing = rates.memory_slowdown(candidates.threads, candidates.num_ranks)
     whole = candidates.compiled == COMPILES.index("model")
     for place, group in enumerate(variant.groups):
         one_s = _group_seconds(group, rates, candidates)
@@ -143,6 +149,8 @@ def segment_times(
                 seconds = np.where(candidates.liger, LIGER_LEAVES * seconds, seconds)
         else:
             seconds = seconds * slow
+        if group.kind == "memory":
+            seconds = seconds * sharing
         target = times[BLOCK if group.segment == "block" else REST]
         in_8_bits = np.zeros(size)
         if fp8 is not None and place in fp8:
@@ -328,7 +336,7 @@ def optimizer_seconds(profile: ModelProfile, rates: Rates, candidates: Candidate
     launches = (launches + np.where(in_bf16, np.where(c.by_chance, CHANCE_LAUNCHES, MASTER_LAUNCHES), 0.0)) * (
         profile.parameter_tensors
     )
-    work = moved / rates.memory_bytes_per_s
+    work = moved / rates.memory_bytes_per_s * rates.memory_slowdown(c.threads, c.num_ranks)
     dispatch = launches * rates.dispatch_s
     if rates.device == "cuda":
         return np.maximum(work, dispatch) + STEP_OVERHEAD_S
@@ -542,10 +550,17 @@ def _factor_rows(machine: Machine, stage: Floats, c: Candidates) -> Floats:
         "attention": part["attention"],
         "memory": part["memory"] + added / rates.memory_bytes_per_s,
         "fused_memory": part["fused_memory"],
-        "dispatch": part["dispatch"],
+        "dispatch": part["dispatch"] + (_fsdp_hooks_s(profile, c) if machine.device == "cpu" else 0.0),
         "optimizer": np.where(c.offload == PARAMETERS, slower * optimizer, optimizer),
     }
     return np.stack([rows.get(name, np.zeros(len(c))) for name in FACTORS])
+
+
+def _fsdp_hooks_s(profile: ModelProfile, c: Candidates) -> Floats:
+    """Seconds per step of FSDP's hooks on a CPU."""
+    units = np.ceil(profile.num_blocks / c.pp) + 1
+    again = np.where(c.sharding == SHARDINGS.index("zero3"), 2.0, 1.0)
+    return np.where(c.shards_parameters & (c.shards > 1), FSDP_UNIT_S * units * c.accumulation * again, 0.0)
 
 
 def model_flops(profile: ModelProfile, global_batch: int) -> float:
