@@ -51,7 +51,7 @@ def doctor_command(
     quiet: QuietOption = False,
     json_output: output.JsonOption = False,
 ) -> None:
-    """Say why a training script is slow; without a script, what is installed and what is missing.
+    """Say why a script is slow; without one, what is installed.
 
     Each suspected cause is removed while the script runs, and whole steps are measured. Nothing it writes is kept.
     """

@@ -112,6 +112,11 @@ class Session:
         self._clock_is_open = True
         self.clock.open()
 
+    def finish(self) -> None:
+        """The end of the script: if it came while steps were looked at, those that were seen count."""
+        self._course.close()
+        self.keep(how="ended")
+
     def keep(self, **changed: Any) -> None:
         """Changes the answer, and writes it down."""
         seconds = time.monotonic() - self._began
@@ -131,7 +136,6 @@ class Session:
         seen = self.answer.observation
         if seen is None:
             seen = yield from self._look()
-            self.keep(observation=seen)
         if self.request.trace is not None:
             yield from self._trace(self.request.trace)
         suspects = [one for one in find_suspects(seen) if one.key not in self.request.without]
@@ -151,18 +155,22 @@ class Session:
         throttled = read_throttling(cpu_stat_path())[1]
         sampler.start()
         steps: list[Step] = []
-        while len(steps) < MOST_LOOK_STEPS:
-            steps.append((yield))
-            spent = time.monotonic() - began
-            enough = len(steps) >= LOOK_STEPS and spent >= min(LEAST_LOOK_S, most_s) and spent >= most_s / 4
-            if enough or (spent > most_s and len(steps) >= LEAST_LOOK_STEPS):
-                break
-        sampler.stop()
-        spent = time.monotonic() - began
-        facts = self._facts(len(steps), (compile_seconds() - compiled) / len(steps))
-        stopped = (read_throttling(cpu_stat_path())[1] - throttled) / spent
-        facts = facts.model_copy(update={"throttled": stopped})
-        return observe(steps, facts, self.clock, sampler)
+        try:
+            while len(steps) < MOST_LOOK_STEPS:
+                steps.append((yield))
+                spent = time.monotonic() - began
+                enough = len(steps) >= LOOK_STEPS and spent >= min(LEAST_LOOK_S, most_s) and spent >= most_s / 4
+                if enough or (spent > most_s and len(steps) >= LEAST_LOOK_STEPS):
+                    break
+        finally:  # a script that ends now has shown enough, or too little
+            sampler.stop()
+            if len(steps) >= LEAST_LOOK_STEPS:
+                spent = time.monotonic() - began
+                facts = self._facts(len(steps), (compile_seconds() - compiled) / len(steps))
+                stopped = (read_throttling(cpu_stat_path())[1] - throttled) / spent
+                seen = observe(steps, facts.model_copy(update={"throttled": stopped}), self.clock, sampler)
+                self.keep(observation=seen)
+        return seen
 
     def _facts(self, steps: int, compile_s: float) -> Facts:
         hooks, loaders = self.hooks, self.hooks.loaders

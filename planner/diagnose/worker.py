@@ -49,12 +49,15 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
             sys.argv = [request.script, *request.arguments]
             sys.path.insert(0, os.path.dirname(os.path.realpath(request.script)))
             run_as_main(request.script)
-        session.keep(how="ended")
+        session.finish()
     except SystemExit as stop:
         how, error = ("ended", None) if stop.code in (None, 0) else ("raised", f"exit code {_code(stop)}")
         if not isinstance(stop.code, (int, type(None))):
             print(stop.code, file=sys.stderr)
-        session.keep(how=how, error=error)
+        if how == "ended":
+            session.finish()
+        else:
+            session.keep(how=how, error=error)
     except BaseException as error:
         session.keep(how="raised", error=_describe(error), line=_line_of(error))
     _flush()

@@ -169,7 +169,6 @@ def test_a_trial_runs_the_largest_batch_and_times_typical_ones(micro_batch: int)
         request=TrialRequest(spec=spec, config=config, device="cpu"),
         run=prepare(workload, config),
         ranks=RankSync(1, torch.device("cpu")),
-        mesh=None,
         load=LoadMonitor(device=torch.device("cpu"), root_pid=os.getpid()),
     )
     widths: list[int] = []
