@@ -238,7 +238,7 @@ def _alternatives(
         if beside is None:
             ratio, lost = speed_ratio(candidate, winner, spread), "other work disturbed its run or the plan's"
         else:
-            candidate, ratio = beside.other, inverse(beside.ratio)
+            candidate, ratio = beside.other, invert(beside.ratio, 1.0)
             lost = _why_lost(session.objective, beside, winner)
         why = barred(session, candidate.config) or lost
         measurement = measurement_of(session, candidate)
@@ -375,7 +375,7 @@ def against(session: Session, winner: CandidateRuns, other: CandidateRuns) -> Ag
         if rounds is not None and rounds.candidate.counted:
             if rounds.claim.why_not is not None and rounds.claim.why_not.startswith("disturbed"):
                 return None
-            ratio = inverse(rounds.speedup) if plain_won else rounds.speedup
+            ratio = invert(rounds.speedup, 1.0) if plain_won else rounds.speedup
             return Against(ratio=ratio, side_by_side=True, other=rounds.candidate if plain_won else rounds.reference)
     one, two = match_rounds(winner, other)
     pairs = list(zip(one.finalist_runs, two.finalist_runs, strict=True))
@@ -389,11 +389,6 @@ def against(session: Session, winner: CandidateRuns, other: CandidateRuns) -> Ag
         mine = [winner.reported.step_time]
     ratio = ratio_interval(mine, theirs, session.run_spread)
     return Against(ratio=ratio, side_by_side=side_by_side, other=replace(other, counted=tuple(b for _, b in quiet)))
-
-
-def inverse(ratio: Interval) -> Interval:
-    """The same comparison seen from the other side."""
-    return Interval(median=1 / ratio.median, low=1 / ratio.high, high=1 / ratio.low, samples=ratio.samples)
 
 
 def speed_words(ratio: float) -> str:
