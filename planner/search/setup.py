@@ -136,6 +136,7 @@ def begin_search(means: Means) -> SearchContext:
         NoFeasiblePlanError: inspecting it takes more memory than a trial may take.
     """
     from autoplan.planner.trace.model_profile import VARIANT_KNOBS
+    from autoplan.planner.trace.rough_profile import only_rough
     from autoplan.probes.run import read_host_profile
 
     options, observer = means.options, means.observer
@@ -189,7 +190,8 @@ def begin_search(means: Means) -> SearchContext:
         stored_in_fp32=profile.parameter_bytes >= 4 * profile.parameters,
         launch_over_work=context.estimator.launch_over_work,
     )
-    return _predicted(replace(context, space=space))
+    profile = only_rough(context.profile, _variants(facts, space.candidates))
+    return _predicted(replace(context, space=space, profile=profile))
 
 
 def prepare_search(means: Means) -> SearchContext:

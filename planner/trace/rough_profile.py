@@ -44,6 +44,15 @@ def with_rough_variants(profile: ModelProfile, wanted: Iterable[VariantKey]) -> 
     return profile.model_copy(update={"variants": variants, "rough_variants": tuple(rough)})
 
 
+def only_rough(profile: ModelProfile, wanted: Iterable[VariantKey]) -> ModelProfile:
+    """The profile without those rough variants that are not wanted: nothing is traced for what no space has."""
+    names = {key.text() for key in wanted}
+    left_out = {name for name in profile.rough_variants if name not in names}
+    variants = {name: found for name, found in profile.variants.items() if name not in left_out}
+    rough = tuple(name for name in profile.rough_variants if name not in left_out)
+    return profile.model_copy(update={"variants": variants, "rough_variants": rough})
+
+
 def rough_variant(key: VariantKey, traced: Mapping[str, VariantProfile], num_blocks: int) -> VariantProfile:
     """A variant from the nearest one that was traced: other number formats and other checkpointing are estimated.
 

@@ -116,21 +116,21 @@ def begin(zygote: Zygote, folder: Path, **more: Any) -> tuple[SearchContext, Lis
 def test_later_pieces_know_more_of_the_same_space(zygote: Zygote, tmp_path: Path) -> None:
     first, listener = begin(zygote, tmp_path, saved=tmp_path / "hardware.json")
     assert list(dict.fromkeys(listener.phases)) == ["inspect", "probe", "trace", "space"]
-    bf16 = TrainingConfig(micro_batch=4, precision="bf16")
+    selective = TrainingConfig(micro_batch=4, checkpointing="selective")
     checked = TrainingConfig(micro_batch=4, checkpointing="full")
-    assert not first.rough(TrainingConfig(micro_batch=4)) and first.rough(bf16) and first.rough(checked)
-    assert first.profile.timing_s == 0 and trace_cost_s(first) > trace_cost_s(first, first.variants(bf16)) > 0
+    assert not first.rough(TrainingConfig(micro_batch=4)) and first.rough(selective) and first.rough(checked)
+    assert first.profile.timing_s == 0 and trace_cost_s(first) > trace_cost_s(first, first.variants(selective)) > 0
     assert not first.probed and probe_cost_s(first) > 0
 
-    some = trace_more(first, first.variants(bf16))
-    assert not some.rough(bf16) and some.rough(checked)
-    assert trace_cost_s(some, some.variants(bf16)) == 0 and trace_more(some, some.variants(bf16)) is some
-    traced = some.profile.variants[some.variants(bf16)[1].text()]
+    some = trace_more(first, first.variants(selective))
+    assert not some.rough(selective) and some.rough(checked)
+    assert trace_cost_s(some, some.variants(selective)) == 0 and trace_more(some, some.variants(selective)) is some
+    traced = some.profile.variants[some.variants(selective)[1].text()]
     assert any(group.measured_s for group in traced.groups)
 
     whole = trace_more(some)
     assert not whole.profile.rough_variants and trace_cost_s(whole) == 0
-    again = whole.profile.variants[some.variants(bf16)[1].text()]
+    again = whole.profile.variants[some.variants(selective)[1].text()]
     assert [group.measured_s for group in again.groups] == [group.measured_s for group in traced.groups]
 
     probed = probe_more(whole)
