@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import select
 import signal
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 # <linux/prctl.h>
@@ -77,6 +79,17 @@ def open_pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except OSError:
         return None
+
+
+def await_readable(fds: Iterable[int], timeout_s: float | None = None) -> bool:
+    """Waits until one of the descriptors can be read; False where the time is over first. None: as long as it takes.
+
+    By poll(2): a descriptor has the number that the planner had for it, and select(2) refuses those from 1024 on.
+    """
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def parent_of(pid: int) -> int | None:

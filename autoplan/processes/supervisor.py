@@ -331,7 +331,7 @@ class Supervisor:
                     linux.signal_quietly(state.pid, number, group=True)
             give_up_at = time.monotonic() + wait_s
             while time.monotonic() < give_up_at and any(state.ended_at is None for state in running):
-                self._wait(min(give_up_at - time.monotonic(), 0.05))
+                self._wait(max(0.0, min(give_up_at - time.monotonic(), 0.05)))
                 self._reap()
                 self._limit_output()
 

@@ -13,7 +13,6 @@ import fcntl
 import gc
 import importlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -113,7 +112,7 @@ class ZygoteServer:
 
     def _next_request(self) -> tuple[dict[str, Any], bytes]:
         while True:
-            select.select(self._fds, [], [])
+            linux.await_readable(self._fds)
             self._check_planner()
             frame = self._read()
             if frame is not None:
@@ -131,7 +130,7 @@ class ZygoteServer:
             raise PlannerGone from error
 
     def _check_planner(self) -> None:
-        if self._planner_pidfd is not None and select.select([self._planner_pidfd], [], [], 0)[0]:
+        if self._planner_pidfd is not None and linux.await_readable([self._planner_pidfd], 0.0):
             raise PlannerGone
 
     def _send_progress(self, message: dict[str, Any]) -> None:
@@ -197,7 +196,7 @@ def _die_if_planner_goes(connection: socket.socket) -> None:
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(connection, fcntl.F_GETFL)
     fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, whose default action is the end
-    if select.select([connection], [], [], 0)[0]:
+    if linux.await_readable([connection.fileno()], 0.0):
         os._exit(0)  # it was gone before we asked
 
 

@@ -64,12 +64,13 @@ def refusal(tool: str, need: Need, given: str) -> ExportError:
     Args:
         tool: The tool, as a subject.
         need: What it lacks.
-        given: What the plan has.
+        given: What the plan has, the knob first.
     """
-    targets = " and ".join(_CARRIED_BY[need])
+    targets, knob = " and ".join(_CARRIED_BY[need]), given.partition("=")[0]
     return ExportError(
         f"{tool} cannot run {need}, and the plan has {given}",
-        hint=f"What does: the targets {targets}, or plan.prepare() in your own loop, under torchrun.",
+        hint=f"What does: the targets {targets}, or plan.prepare() in your own loop, under torchrun. Or search with "
+        f"--fix {knob}=1.",
     )
 
 

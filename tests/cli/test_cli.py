@@ -122,13 +122,17 @@ def test_version(cli) -> None:
 
 @pytest.mark.parametrize(
     ("given", "code", "words"),
-    [(("gpt2", "--global-batch", "2.5"), "usage", "--global-batch takes"), (("gpt3",), "workload", "gpt3")],
+    [
+        (("gpt2", "--global-batch", "2.5"), "usage", "--global-batch takes"),
+        (("gpt3",), "workload", "Did you mean gpt2"),
+    ],
     ids=["typer's", "ours"],
 )
 def test_with_json_an_error_is_a_document_too(cli, given: tuple[str, ...], code: str, words: str) -> None:
     ended = cli("search", "--model", *given, "--json")
     assert ended.code == 2 and ended.document["schema_version"] == 1 and ended.document["status"] == "error"
-    assert ended.document["error"]["code"] == code and words in ended.document["error"]["message"]
+    error = ended.document["error"]
+    assert error["code"] == code and words in f"{error['message']} {error['hint']}"
 
 
 @pytest.mark.parametrize(
@@ -150,6 +154,7 @@ def test_with_json_an_error_is_a_document_too(cli, given: tuple[str, ...], code:
         (("estimate", "--model", "llama2-7b", "--cluster", "8xA100", "--top", "0"), "--top is 0"),
         (("search",), "no workload was named"),
         (("search", "--model", "gpt3"), "Did you mean gpt2"),
+        (("search", "--model", "gpt2", "--budget", "0s"), "above zero"),
         (("search", "--model", "gpt2", "--global-batch", "0"), "at least 1"),
         (("search", "--model", "gpt2", "--global-batch", "2.5"), "--global-batch takes a whole number"),
         (("search", "--model", "gpt2", "--seq-len", "4096"), "1024 positions"),
@@ -159,9 +164,11 @@ def test_with_json_an_error_is_a_document_too(cli, given: tuple[str, ...], code:
         (("search", "--model", "gpt2", "--fix", "precision"), "knob=value"),
         (("search", "--model", "gpt2", "--fix", "tp=1", "--fix", "tp=2"), "given twice"),
         (("search", "--model", "gpt2", "--bound", "tp=1..2", "--bound", "tp=1,4"), "given twice"),
+        (("search", "--model", "gpt2", "--memory-limit", "120%"), "at most 100"),
         (("search", "--model", "gpt2", "--device", "tpu"), "cuda or cpu"),
         (("search", "--model", "gpt2", "--sampler", "grid"), "tpe or random"),
         (("search", "--model", "gpt2", "--max-trials", "0"), "--max-trials is 0"),
+        (("search", "--model", "gpt2", "--nproc", "0"), "--nproc is 0"),
         (("search", "--model", "gpt2", "--seed", "-1"), "--seed is -1"),
         (("search", "--model", "gpt2", "--bound", "micro_batch=8..1"), "the low end is above the high end"),
         (("show", "nowhere.json"), "cannot be read"),
@@ -368,7 +375,10 @@ def test_the_end_of_a_search_without_a_gain_names_the_command_that_goes_on(monke
     )
     assert "next: nothing to apply: the plan is the plain run" in printed.err
     ledger = search_document(result)["ledger"]
-    assert (ledger[1]["kind"], ledger[1]["began_s"], ledger[1]["seconds"]) == ("baseline", 15.0, 47.0)
+    times = {"began_s": 15.0, "seconds": 47.0, "predicted_s": 20.0}
+    assert ledger[1] | {"config": None} == {
+        "kind": "baseline", "config": None, "gain": 0.04, "why": "", "over": "", **times
+    }  # fmt: skip
 
 
 def test_the_end_of_a_search_is_a_dozen_lines_and_show_has_the_rest(cli, plan_file, monkeypatch, capsys) -> None:

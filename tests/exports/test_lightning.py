@@ -109,7 +109,7 @@ def test_a_real_trainer_and_fabric_read_the_plan_back_and_planted_mistakes_are_c
         ("precision", "one", "lightning", "'bf16-mixed'", "'bf16-mix'"),
         ("clipping", "one", "lightning", "'gradient_clip_val': 0.1", "'gradient_clip_val': 1.0"),
         ("constant", "one", "fabric", "MAX_GRAD_NORM = 0.1", "MAX_GRAD_NORM = 1.0"),
-        ("option", "ddp", "fabric", "bucket_cap_mb", "bucket_cap_mbs"),
+        ("option", "ddp", "fabric", "'broadcast_buffers'", "'broadcasts_buffers'"),
         ("degree", "shard", "fabric", "'data_parallel_size': 2", "'data_parallel_size': 1"),
         ("plugin", "fp16", "lightning", "[MixedPrecision(**PLUGIN_OPTIONS)]", "[]"),
     ]
@@ -125,7 +125,7 @@ def test_a_real_trainer_and_fabric_read_the_plan_back_and_planted_mistakes_are_c
         "precision": "refuses the arguments",
         "clipping": "gradient_clip_val reads back as 1.0",
         "constant": "MAX_GRAD_NORM reads back as 1.0",
-        "option": "DDPStrategy.bucket_cap_mb reads back as None",
+        "option": "DDPStrategy.broadcast_buffers reads back as None",
         "degree": "data_parallel_size reads back as 1",
         "plugin": "precision reads back as '32-true'",
     }

@@ -28,6 +28,7 @@ from autoplan.probes.timing import (
     Rates,
     Timing,
     device_answers,
+    filled,
     measure_operations,
     probe_launch,
     summarise,
@@ -266,6 +267,11 @@ def test_operations_that_do_not_fit_together_are_measured_one_by_one() -> None:
 def test_when_the_time_is_over_the_rest_is_left_out() -> None:
     kinds, notes = measure([make_operation(lambda: lambda: None)], budget=Budget(seconds=0.0))
     assert kinds == [] and len(notes) == 1 and "time for the probes was over" in notes[0]
+
+
+def test_filled_has_the_shape_and_no_nonfinite_numbers() -> None:
+    x = filled((300, 500), torch.float16, CPU)
+    assert x.shape == (300, 500) and x.dtype == torch.float16 and bool(torch.isfinite(x).all()) and x.std() > 0.5
 
 
 def test_launch_cost_is_measured() -> None:

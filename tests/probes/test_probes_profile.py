@@ -86,3 +86,8 @@ def test_devices_are_found_by_type_and_rates_by_kind() -> None:
     assert cpu.best_rate("matmul", "bfloat16") is None
     with pytest.raises(KeyError):
         profile.device("tpu")
+
+
+def test_an_unknown_reading_has_a_reason_and_no_value() -> None:
+    reading = Reading.unknown("bytes", "nobody says")
+    assert (reading.value, reading.provenance, reading.reason) == (None, "unknown", "nobody says")

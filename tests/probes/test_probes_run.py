@@ -124,6 +124,10 @@ def test_a_folder_that_cannot_be_written_is_a_note(measured: HardwareProfile, tm
     assert problem is not None and "measures again" in problem
 
 
+def test_the_cache_has_a_place_of_its_own_per_device_kind(tmp_path: Path) -> None:
+    assert cache_path("abc", "cpu", tmp_path) != cache_path("abc", "cuda", tmp_path)
+
+
 def test_progress_is_told(zygote: Zygote, tmp_path: Path) -> None:
     progress: list[str] = []
     given: dict[str, Any] = {"budget_s": BUDGET_S, "cache_dir": tmp_path, "collective_ranks": 1}

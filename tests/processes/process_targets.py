@@ -30,6 +30,7 @@ def describe_self(context: RankContext) -> dict[str, Any]:
         "sockets": [link for link in _open_files() if link.startswith(("socket:", "anon_inode:"))],
         "rank": [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")],
         "chosen": os.environ.get("CHOSEN"),
+        "torch_loaded": "torch" in sys.modules,
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.errors import WorkloadError
+from autoplan.errors import DeviceError, WorkloadError
 from autoplan.processes import (
     Cause,
     Ended,
@@ -19,6 +19,7 @@ from autoplan.processes import (
     RankContext,
     Task,
     Zygote,
+    ZygoteError,
     cause,
     cause_of,
     linux,
@@ -248,3 +249,8 @@ def test_a_failing_fork_ends_neither_the_zygote_nor_the_task(tmp_path: Path, mon
         (tmp_path / "left").write_text("2")
         runs = run_again(zygote, Task(target=targets.give, args=(1,), ranks=2))
         assert runs.settled and runs.report.results == (1, 1) and len(runs.lost) == 2
+
+
+def test_a_zygote_that_cannot_start_is_an_error_of_the_device() -> None:
+    error = ZygoteError("no process", transient=True)
+    assert isinstance(error, DeviceError) and error.exit_code == 4 and error.transient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def test_a_rank_is_a_process_of_its_own(warm_zygote: Zygote, tmp_path: Path, mon
     assert found["oom_score_adj"] > 0
     assert Path(found["cwd"]) == tmp_path
     assert found["rank"] == [None, None] and found["chosen"] == "yes"
+    assert found["torch_loaded"], "by the zygote, before the fork"
     # Only the store's listening socket: none of the zygote's own connections, which would hide its death.
     assert len(found["sockets"]) == 1
 
@@ -140,6 +142,22 @@ def test_task_after_task_leaves_no_descriptor_open(warm_zygote: Zygote) -> None:
     for number in range(10):
         warm_zygote.run(Task(target=targets.give, args=(number,), ranks=2))
     assert (open_files(warm_zygote.pid), open_files(os.getpid())) == before
+
+
+def test_a_planner_with_many_open_files_starts_a_zygote() -> None:
+    """Descriptors keep their numbers in the zygote, and select(2) takes none from 1024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("the hard limit on open files is lower")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with Zygote(preload=()) as zygote:
+            assert zygote.run(Task(target=targets.give, args=(3,))).check().results == (3,)
+    finally:
+        for fd in opened:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_large_argument_travels(warm_zygote: Zygote) -> None:

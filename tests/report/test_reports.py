@@ -343,7 +343,7 @@ def test_values_of_one_knob_that_one_limit_rules_out_are_one_row() -> None:
             ("attention=eager", "not of transformers"),
             ("attention=sdpa", "not of transformers"),
             ("attention=sdpa_flash", "CPU"),
-            ("gelu=torch", "not of transformers"),
+            ("kernels=liger", "not of transformers"),
             ("micro_batch=4 precision=bf16", "not of transformers"),
             ("micro_batch=4 precision=fp16", "not of transformers"),
         )
@@ -352,7 +352,7 @@ def test_values_of_one_knob_that_one_limit_rules_out_are_one_row() -> None:
     assert rows == [
         ("attention=eager, sdpa", "8"),
         ("attention=sdpa_flash", "4"),
-        ("gelu=torch", "4"),
+        ("kernels=liger", "4"),
         ("micro_batch=4 precision=bf16", "4"),
         ("micro_batch=4 precision=fp16", "4"),
     ]

@@ -184,7 +184,8 @@ def test_degrees_that_a_tool_cannot_run_are_refused(to: str, tmp_path: Path) -> 
             continue  # which has them
         with pytest.raises(ExportError, match="cannot run") as error:
             export_plan(make_plan(TrainingConfig(micro_batch=2, **degrees)), to, tmp_path / "a.json")
-        assert error.value.exit_code == 6 and "plan.prepare()" in str(error.value.hint) and not list(tmp_path.iterdir())
+        assert error.value.exit_code == 6 and not list(tmp_path.iterdir())
+        assert "plan.prepare()" in str(error.value.hint) and "Or search with fix=" in str(error.value.hint)
 
 
 def test_the_help_names_every_target() -> None:

@@ -189,6 +189,9 @@ def test_gradients_are_scattered_at_every_micro_step_wherever_that_means_somethi
     assert every and several == every | {c.model_copy(update={"gradient_sync": "last"}) for c in every}
     asked = generate(CHOICES, global_batch=12, degrees=WAYS, bounds={"gradient_sync": Bound(values=("last",))})
     assert {c.gradient_sync for c in asked.candidates} == {"last"}
+    for named in ({"fixed": {"gradient_sync": "every"}}, {"bounds": {"gradient_sync": Bound(values=("every",))}}):
+        asked = generate(CHOICES, global_batch=12, degrees=WAYS, **named)  # type: ignore[arg-type]
+        assert set(asked.candidates) == {c for c in every if (c.dp_shard, c.pp) == (2, 1)}
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,11 @@ def test_one_sample_is_never_taken_as_exact():
     assert interval.low < 2.0 < interval.high
 
 
+def test_the_same_samples_give_the_same_interval():
+    samples = [1.0, 1.1, 0.9, 1.05, 0.95]
+    assert median_interval(samples, seed=3) == median_interval(samples, seed=3)
+
+
 def test_a_step_is_the_sum_of_its_parts():
     parts = {
         "first_micro_step": [2.0],
@@ -109,6 +114,11 @@ def test_a_clear_win_is_seen_in_one_round():
     ratio = ratio_interval([steady(1.0, 0.02)], [steady(2.0, 0.02)])
     assert ratio.low > 1.5
     assert ratio.high < 2.6
+
+
+def test_heavy_tails_between_runs_do_not_make_a_win():
+    ratio = ratio_interval([steady(1.0), steady(1.0), steady(2.0)], [steady(1.1), steady(1.0), steady(1.0)])
+    assert ratio.low < 1.0 < ratio.high
 
 
 def test_pooled_runs_hold_all_of_their_bounds():

@@ -181,3 +181,14 @@ def test_tp_needs_a_plan_and_a_degree_that_divides(zygote: Zygote) -> None:
         zygote, refuse, 2, (TrainingConfig(micro_batch=2, tp=2), "gpt2", {"build_model": build_encoder, "head": None})
     )
     assert "has no tensor-parallel plan" in report.ranks[0].result
+
+
+def read_ddp(context: RankContext) -> Any:
+    context.init_process_group("gloo", 60.0)
+    run = prepare(make_workload("gpt2"), TrainingConfig(micro_batch=4, dp_replicate=2), device="cpu")
+    ddp: Any = run._build.module
+    return [ddp.gradient_as_bucket_view, ddp.broadcast_buffers]
+
+
+def test_ddp_keeps_gradients_once_and_leaves_buffers_to_each_rank(zygote: Zygote) -> None:
+    assert run_ranks(zygote, read_ddp, 2, ()).ranks[0].result == [True, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 from triton.runtime import interpreter
 
 from autoplan.strategies.techniques.kernels import use_liger
-from autoplan.strategies.techniques.loss_kernels import liger_cross_entropy, random_case
+from autoplan.strategies.techniques.loss_kernels import agrees, liger_cross_entropy, random_case
 from autoplan.strategies.workloads.language_model import causal_loss
 from tests.strategies.tiny import LLAMA, language
 
@@ -47,6 +48,10 @@ def test_ligers_operation_is_the_full_loss(dtype: torch.dtype) -> None:
     leaves = [hidden, weight, bias]
     pairs = zip(torch.autograd.grad(loss * 0.37, leaves), torch.autograd.grad(exact * 0.37, leaves), strict=True)
     assert all((mine - theirs).norm() <= 2 * tolerance * theirs.norm() for mine, theirs in pairs)
+
+
+def test_it_agrees_with_torchs_operations_as_a_run_asks() -> None:
+    assert agrees(functools.partial(liger_cross_entropy, dtype=torch.float32), torch.float32, torch.device("cpu"))
 
 
 SIZES = {name: LLAMA[name] for name in LLAMA if name not in ("model_type", "architectures")}

@@ -413,6 +413,13 @@ def test_losses_that_are_no_sum_over_samples_are_found_before_the_search():
     assert inspect_workload(fixed, make_hardware(), "cpu").knob("micro_batch").values == (4,)
 
 
+def test_a_loss_that_fails_is_the_users_error():
+    workload = classifier()
+    workload.loss = lambda model, batch: model(batch["pixels"])
+    with pytest.raises(WorkloadError, match="KeyError.*pixels"):
+        inspect_workload(spec_from_objects(workload), make_hardware(), "cpu")
+
+
 def test_a_fixed_micro_batch_is_the_only_one() -> None:
     """Also where no dependence is found: it is the user's word for what is trained."""
     from autoplan.strategies.techniques.micro_batch import MicroBatchStrategy
