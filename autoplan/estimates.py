@@ -12,6 +12,7 @@ import numpy as np
 from autoplan.errors import NoFeasiblePlanError, UsageError
 from autoplan.planner.cost.analytical.answer import estimate_cluster
 from autoplan.planner.cost.analytical.cluster import Cluster, find_chip, parse_cluster, with_links
+from autoplan.planner.cost.analytical.inputs import read_inputs
 from autoplan.planner.cost.analytical.layout_search import Asked, Question
 from autoplan.planner.cost.analytical.rent import MOST_GPUS, Prices, advise, read_prices
 from autoplan.planner.cost.analytical.rows import (
@@ -312,7 +313,8 @@ def _question(
     """The question, the model's name, and what was assumed where nothing was said."""
     fixed = {knob.replace("-", "_"): str(value) for knob, value in fix.items()}
     name = str(model) if isinstance(model, str | Path) else None
-    transformer = find_transformer(name) if name is not None and not is_traced(name) else None
+    closed = name is not None and not is_traced(name, read_inputs(fixed).values)
+    transformer = find_transformer(name) if closed else None
     spec: WorkloadSpec | None = None
     length: int | None
     if transformer is not None:

@@ -326,35 +326,6 @@ def kept_bytes(d: Shape, tp: Number = 1.0, apart: Number = 1.0) -> Floats:
     return np.asarray(d.seq_len * (outer / apart + (inner + scores) / tp))
 
 
-def kept_by_modules(d: Shape, norm: Literal["layer", "rms"], autocast: bool) -> dict[str, float]:
-    """The same as modules of transformers keep it without a compiler, tensor by tensor, in bytes of a token.
-
-    Under autocast the stream between blocks and what norms make of it is fp32, and each product that reads it keeps a
-    cast of its own. Equal to the trace for GPT-2 and Llama; tests/planner/cost/test_operations.py.
-    """
-    w = float(np.asarray(d.width))
-    r = 4.0 if autocast else w
-    h, f, a, kv = (float(np.asarray(x)) for x in (d.hidden, d.ffn, d.attention_width, d.kv_width))
-    experts, active = float(np.asarray(d.experts)), float(np.asarray(d.active))
-    casts = 3.0 if autocast and d.apart else 1.0
-    kept = {"input of norms": 2 * r * h, "input of queries, keys, values": casts * w * h, "attention": w * a}
-    kept["queries, keys, values"] = w * (3 * a if experts else a + 2 * kv)
-    kept["sums of attention's rows"] = 4.0 * float(np.asarray(d.heads))
-    if norm == "layer":
-        kept |= {"means and deviations": 16.0, "dropout masks": 2 * h, "input of up": w * h}
-        # gelu_new keeps its input for the power, the tanh, half of its input, one plus the tanh, and its result
-        kept |= {"input and tanh of gelu": 3 * r * f, "half and result of gelu": 2 * w * f}
-        return kept
-    kept |= {"normalised": 2 * r * h, "deviations": 8.0}
-    if not experts:
-        return kept | {"input of gate and up": (2 if autocast else 1) * w * h, "gate, up, silu, product": 4 * w * f}
-    f, t = float(np.asarray(d.expert_ffn)), float(np.asarray(d.seq_len))
-    # of each expert that works on a token: its row, gate and up, silu, their product, and what comes back
-    kept |= {"input of router": w * h, "experts": active * (2 * w * h + 4 * w * f), "mask of attention": w * t}
-    # probabilities, their sum, the chosen ones before and after it, and where each row goes and comes from (64 bits)
-    return kept | {"router": 4 * experts + 4 + active * (8 + 4 * 8)}
-
-
 def loss_bytes(d: Shape, tp: Number, samples: Floats, fused: Any, chunked: Any) -> Floats:
     """Bytes of the loss head: full, logits in the width of products and in fp32, and their gradient; chunked, logits
     and their gradient in the width of products; fused, the logits of a chunk in all forms, and the gradient of the

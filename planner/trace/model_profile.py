@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PROFILE_VERSION = 7
+PROFILE_VERSION = 8
 
 Samples = TypeVar("Samples", float, "NDArray[np.float64]")
 Kind = Literal["matmul", "attention", "convolution", "memory"]

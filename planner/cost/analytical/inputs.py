@@ -262,6 +262,11 @@ def _trainable(values: Mapping[str, str], model: Transformer) -> float:
             f"trainable_parameters={trainable:g} is more than the model's {model.parameters:g}",
             hint="Leave it out where all parameters are trained.",
         )
+    if "trainable_parameters" not in values and choice(values, "frozen", tuple(FROZEN_BYTES), "16bit") != "16bit":
+        raise UsageError(
+            f"frozen={values['frozen']} is of parameters that are not trained, and all are",
+            hint="Give trainable_parameters too: how many are trained.",
+        )
     return min(trainable, float(model.parameters))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +37,7 @@ DEFAULT_OPTIMIZER = "adamw"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Asked(ABC):
     """What is asked of a cluster: the work, and what the user fixed, as text by name."""
 
     cluster: Cluster
@@ -45,13 +46,13 @@ class Asked:
     fixed: Mapping[str, str]
     correction: Correction | None = None
 
+    @abstractmethod
     def solve(self) -> Answer:
         """Every legal layout with its estimate; ConfigError where none is legal."""
-        raise NotImplementedError
 
+    @abstractmethod
     def show_model(self) -> dict[str, Any]:
         """The model as the answer has it."""
-        raise NotImplementedError
 
     def back_of_envelope(self, tokens: float | None) -> dict[str, Any] | None:
         """Textbook figures of a transformer; None for a model of which more is known."""
@@ -166,8 +167,8 @@ def _nothing_legal(question: Question) -> ConfigError:
     return ConfigError(
         f"no layout of {gpus} GPUs is legal with {text} at a global batch of {question.global_batch}",
         hint=f"tp divides {model.heads} heads, {model.kv_heads} key-value heads and the "
-        f"{question.cluster.gpus_per_node} GPUs of a node; pp divides {model.layers} layers; tp x pp divides "
-        f"{gpus}; a pipeline takes at least pp micro-batches; the data-parallel ranks times the micro-batch divide "
+        f"{question.cluster.gpus_per_node} GPUs of a node; pp divides {model.layers} layers; tp x pp x cp "
+        f"divides {gpus}; ep divides the data-parallel ranks x cp; a pipeline takes at least pp micro-batches; the data-parallel ranks times the micro-batch divide "
         "the global batch.",
     )
 
@@ -186,6 +187,7 @@ def _check_fixed(question: Question, values: Mapping[str, str]) -> None:
     degrees = {
         "tp": whole(values, "tp", 1),
         "pp": whole(values, "pp", 2 if interleaves else 1),
+        "dp_replicate": whole(values, "ep", 1),
         "virtual_stages": virtual or (2 if interleaves else 1),
         "pp_schedule": values.get("pp_schedule", "interleaved_1f1b" if interleaves else "1f1b"),
         "dp_shard": shard or (1 if sharding == "ddp" else 2),
@@ -197,6 +199,8 @@ def _check_fixed(question: Question, values: Mapping[str, str]) -> None:
         accumulation=2,
         sequence_parallel=flag(values, "sequence_parallel", False) if "tp" in values else None,
         flat_parameters=flag(values, "flat_parameters", False) and "sharding" in values,
+        cp=whole(values, "cp", 1),
+        ep=whole(values, "ep", 1),
     )
     reason = contradiction(layout, question.model, question.seq_len)
     if reason is not None:

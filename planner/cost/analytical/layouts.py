@@ -332,8 +332,10 @@ def _of_shared_work(layout: Layout, model: Transformer, seq_len: int) -> tuple[s
         return f"cp={cp} needs whole key-value heads, and tp={layout.config.tp} splits {model.kv_heads}", LEAVE_OUT
     if ep > 1 and not model.experts:
         return f"ep={ep} shares experts, and the model has none", "Leave ep out."
-    if ep > 1 and (model.experts % ep or ranks % ep):
-        return f"ep={ep} does not divide the {model.experts} experts and the {ranks} ranks of dp x cp", LEAVE_OUT
+    if model.experts % ep:
+        return f"ep={ep} does not divide the {model.experts} experts", LEAVE_OUT
+    if ranks % ep:
+        return f"ep={ep} does not divide the {ranks} ranks of dp x cp", LEAVE_OUT
     return None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,10 @@ class Transformer(Record):
         h, a = self.hidden, self.attention_width
         if not self.kv_rank:
             return h * (a + self.value_width + 2 * self.kv_width)
-        queries = self.query_rank * (h + a) if self.query_rank else h * a
-        keys = h * (self.kv_rank + self.rope_dim)
-        return (
-            queries + keys + self.kv_rank * (a - self.heads * self.rope_dim + self.value_width) + self.value_width * h
-        )
+        queries = self.query_rank * (1 + h + a) if self.query_rank else h * a  # each rank has a norm
+        keys = h * (self.kv_rank + self.rope_dim) + self.kv_rank
+        values = self.kv_rank * (a - self.heads * self.rope_dim + self.value_width)
+        return queries + keys + values + self.value_width * h
 
     @property
     def expert_parameters(self) -> float:
@@ -124,8 +124,15 @@ class Transformer(Record):
         )
 
 
-def is_traced(name: str) -> bool:
-    """Whether `--model NAME` has no closed form and is traced: a function, or a model of another family."""
+def is_traced(name: str, fixed: Collection[str] = ()) -> bool:
+    """Whether `--model NAME` is traced: a function, or a model of another family.
+
+    One with experts is too, unless ranks are to share experts or sequences, of which only the closed form knows.
+
+    Args:
+        name: As the user gave it.
+        fixed: The inputs that the user fixed.
+    """
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if path.suffix != ".json" or not path.is_file():
         return NAMED.fullmatch(name) is not None
@@ -133,7 +140,7 @@ def is_traced(name: str) -> bool:
         kind = json.loads(path.read_text()).get("model_type")
     except (OSError, ValueError, AttributeError):
         return False
-    return kind not in ("gpt2", "bert", *_GATED)
+    return kind not in ("gpt2", "bert", *_GATED, *(_SPARSE if {"ep", "cp"} & set(fixed) else ()))
 
 
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")

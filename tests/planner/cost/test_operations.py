@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from autoplan.api import make_workload_spec
 from autoplan.planner.cost.analytical.transformer import Transformer, from_config
-from autoplan.planner.cost.operations import checkpointed_groups, kept_by_modules, transformer_groups
+from autoplan.planner.cost.operations import Shape, checkpointed_groups, transformer_groups
 from autoplan.planner.trace.build_profile import profile_workload
 from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, TraceRequest, VariantKey
 from autoplan.strategies.workloads.sources import load_workload
@@ -35,6 +37,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mixtral": LLAMA | EXPERTS | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
 }
+LATENT = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "vocab_size": 500,
+    "max_position_embeddings": LENGTH,
+}
 PARAMETERS_OFF = {"gpt2": 0.015}  # biases are not written down
 KEYS = (VariantKey(), VariantKey(precision="half"))
 
@@ -42,11 +67,15 @@ KEYS = (VariantKey(), VariantKey(precision="half"))
 @pytest.fixture(scope="module", params=CONFIGS)
 def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ModelProfile]:
     """A tiny model's name and its profile: random weights, no values, as CUDA has them."""
-    path = tmp_path_factory.mktemp(request.param) / "config.json"
-    path.write_text(json.dumps(CONFIGS[request.param]))
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, trace_config(CONFIGS[request.param], folder, *KEYS, VariantKey(checkpointing="full"))
+
+
+def trace_config(config: dict[str, Any], folder: Path, *variants: VariantKey) -> ModelProfile:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
     workload = load_workload(make_workload_spec(str(path), global_batch=8, sequence_length=LENGTH))
-    asked = TraceRequest(variants=(*KEYS, VariantKey(checkpointing="full")))
-    return request.param, profile_workload(workload, "cuda", identity="test", request=asked)
+    return profile_workload(workload, "cuda", identity="test", request=TraceRequest(variants=variants))
 
 
 def products(groups: Any) -> Counter[tuple[Any, ...]]:
@@ -72,6 +101,18 @@ def written(name: str) -> tuple[Transformer, list[OperationGroup]]:
     return model, transformer_groups(model.shape(LENGTH))
 
 
+def test_latent_attention_is_traced_as_cudas_kernels_do_it(tmp_path: Path) -> None:
+    """Its queries are wider than its values, for which a CPU has no fused kernel and CUDA has."""
+    model = from_config(LATENT, "latent")
+    profile = trace_config(LATENT, tmp_path, *KEYS)
+    assert model.parameters == profile.parameters
+    for key in KEYS:
+        found, groups = profile.variants[key.text()].groups, transformer_groups(model.shape(LENGTH))
+        assert products(groups) == products(found)
+        for phase in ("forward", "backward"):
+            assert attention(groups, phase) == pytest.approx(attention(found, phase))
+
+
 def test_products_and_attention_agree_one_by_one(traced: tuple[str, ModelProfile]) -> None:
     name, profile = traced
     model, groups = written(name)
@@ -93,6 +134,35 @@ def test_a_checkpointed_block_runs_its_forward_again(traced: tuple[str, ModelPro
     # torch stops the second forward at the last tensor that the backward asks for: the last product is not among them
     assert not missing[0] and sum(missing[1].values()) <= 1, missing
     assert attention(again, "backward") == pytest.approx(attention(found, "backward"))
+
+
+def kept_by_modules(d: Shape, norm: Literal["layer", "rms"], autocast: bool) -> dict[str, float]:
+    """What modules of transformers keep without a compiler, tensor by tensor, in bytes of a token.
+
+    Under autocast the stream between blocks and what norms make of it is fp32, and each product that reads it keeps a
+    cast of its own.
+    """
+    w = float(np.asarray(d.width))
+    r = 4.0 if autocast else w
+    h, f, a, kv = (float(np.asarray(x)) for x in (d.hidden, d.ffn, d.attention_width, d.kv_width))
+    experts, active = float(np.asarray(d.experts)), float(np.asarray(d.active))
+    casts = 3.0 if autocast and d.apart else 1.0
+    kept = {"input of norms": 2 * r * h, "input of queries, keys, values": casts * w * h, "attention": w * a}
+    kept["queries, keys, values"] = w * (3 * a if experts else a + 2 * kv)
+    kept["sums of attention's rows"] = 4.0 * float(np.asarray(d.heads))
+    if norm == "layer":
+        kept |= {"means and deviations": 16.0, "dropout masks": 2 * h, "input of up": w * h}
+        # gelu_new keeps its input for the power, the tanh, half of its input, one plus the tanh, and its result
+        kept |= {"input and tanh of gelu": 3 * r * f, "half and result of gelu": 2 * w * f}
+        return kept
+    kept |= {"normalised": 2 * r * h, "deviations": 8.0}
+    if not experts:
+        return kept | {"input of gate and up": (2 if autocast else 1) * w * h, "gate, up, silu, product": 4 * w * f}
+    f, t = float(np.asarray(d.expert_ffn)), float(np.asarray(d.seq_len))
+    # of each expert that works on a token: its row, gate and up, silu, their product, and what comes back
+    kept |= {"input of router": w * h, "experts": active * (2 * w * h + 4 * w * f), "mask of attention": w * t}
+    # probabilities, their sum, the chosen ones before and after it, and where each row goes and comes from (64 bits)
+    return kept | {"router": 4 * experts + 4 + active * (8 + 4 * 8)}
 
 
 @pytest.mark.parametrize("key", KEYS, ids=["fp32", "autocast"])

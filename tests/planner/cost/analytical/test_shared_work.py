@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import autoplan
+from autoplan.cli.estimate import estimate_command
+from autoplan.errors import ConfigError
 from autoplan.planner.cost.analytical.cluster import parse_cluster
 from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
 from autoplan.planner.cost.analytical.rows import estimate_rows
@@ -138,6 +143,8 @@ def test_gradients_in_16_bits_are_half() -> None:
         ({"cp": 8, "seq_len": 1000}, "into 2 x 8 parts"),
         ({"cp_exchange": "star"}, "ring, gather"),
         ({"frozen": "int3"}, "nf4"),
+        ({"frozen": "nf4"}, "are not trained, and all are"),
+        ({"experts": 8, "active_experts": 2, "ep": 4, "tp": 4}, "does not divide the 2 ranks"),
     ],
 )
 def test_shared_work_that_contradicts_itself_is_not_estimated(more: dict[str, Any], words: str) -> None:
@@ -149,3 +156,30 @@ def test_a_search_shares_experts_as_far_as_they_go() -> None:
     model = from_config(MIXTRAL, "mixtral")
     answer = search_layouts(Question(model=model, cluster=cluster, seq_len=4096, global_batch=512, fixed={}))
     assert set(np.unique(answer.layouts.ep)) == {1, 2, 4, 8} and answer.best is not None
+
+
+def test_experts_of_a_config_are_shared_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without `ep` such a model is traced: tests/planner/estimate/test_traced_estimates.py."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MIXTRAL))
+    estimate_command(str(path), "8x8xH100", fix=["expert_model_parallel_size=8"], sequence_length=4096, as_json=True)
+    assert json.loads(capsys.readouterr().out)["best"][0]["other_inputs"] == {"ep": 8}
+
+
+@pytest.mark.parametrize(
+    "config, fixed, words",
+    [
+        (MIXTRAL, {"ep": 3}, "ep=3 does not divide the 8 experts"),
+        (MIXTRAL, {"cp": 3}, "does not divide the sequence of 4096 tokens into 2 x 3 parts"),
+        (MIXTRAL, {"ep": 8, "pp": 16}, "no layout of 16 GPUs is legal with ep=8 pp=16"),
+    ],
+)
+def test_nonsense_on_a_cluster_is_refused(
+    config: dict[str, Any], fixed: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=words):
+        autoplan.estimate(str(path), "2x8xH100", sequence_length=4096, fix=fixed)
