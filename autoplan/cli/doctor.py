@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -89,7 +90,14 @@ def _diagnose(
     from autoplan.report import diagnosis
 
     seconds = parse_duration_s(time_box)
-    with contextlib.nullcontext(lambda text: None) if quiet else output.progress(f"starting {script.name}") as tell:
+    with contextlib.ExitStack() as stack:
+        shown: list[Callable[[str], None]] = []
+
+        def tell(doing: str) -> None:  # what is refused at once is not said to have started
+            if not shown:
+                shown.append((lambda text: None) if quiet else stack.enter_context(output.progress(doing)))
+            shown[0](doing)
+
         found = diagnose(script, arguments, budget=seconds, memory_limit=memory_limit, trace=trace, on_progress=tell)
     if json_output:
         output.print_json({"status": "ok"} | diagnosis.document(found))

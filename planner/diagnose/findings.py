@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from autoplan.planner.diagnose.records import Answer, Facts, Finding, Observation, Part, PartTime, SwitchTrial
+from autoplan.planner.diagnose.records import (
+    Answer,
+    Facts,
+    Finding,
+    LoaderFacts,
+    Observation,
+    Part,
+    PartTime,
+    SwitchTrial,
+)
 from autoplan.planner.diagnose.session import LEAST_PAIRS
 from autoplan.planner.diagnose.suspects import LEAST_SHARE, find_suspects
 from autoplan.planner.records.trials import Interval
@@ -98,7 +107,7 @@ def _proved(answer: Answer, seen: Observation) -> Iterator[Finding]:
             cause=switch,
             what=WHAT[switch],
             evidence=_evidence(trial, seen, bound),
-            mend=_mend(trial, seen),
+            mend=_mend(trial, seen, any(one.suspect.switch == "workers" for one in trials)),
             gain=gain,
             measured=True,
             line=_line(trial, seen),
@@ -152,14 +161,13 @@ def _loader_words(facts: Facts) -> str:
     return words
 
 
-def _mend(trial: SwitchTrial, seen: Observation) -> str:
+def _mend(trial: SwitchTrial, seen: Observation, workers_were_tried: bool) -> str:
     suspect, facts = trial.suspect, seen.facts
     match suspect.switch:
         case "workers":
             return f"DataLoader(..., num_workers={suspect.setting}, persistent_workers=True)"
         case "batches":
-            where = facts.loader.make_line if facts.loader else None
-            return f"make a sample cheaper{f' ({where})' if where else ''}: prepare it once, before the training"
+            return _mend_of_samples(facts.loader, workers_were_tried)
         case "threads":
             return f"OMP_NUM_THREADS={suspect.setting}, or torch.set_num_threads({suspect.setting})"
         case "fused":
@@ -167,6 +175,14 @@ def _mend(trial: SwitchTrial, seen: Observation) -> str:
         case "no_grad":
             return f"call {' and '.join(facts.needless)} in torch.no_grad()"
     return MEND[suspect.switch]
+
+
+def _mend_of_samples(loader: LoaderFacts | None, workers_were_tried: bool) -> str:
+    where = f" ({loader.make_line})" if loader and loader.make_line else ""
+    cheaper = f"make a sample cheaper{where}: prepare it once, before the training"
+    if loader is None or loader.iterable or workers_were_tried:
+        return cheaper
+    return f"DataLoader(..., num_workers={'N' if loader.workers == 0 else 'more'}), not measured here; or {cheaper}"
 
 
 def _line(trial: SwitchTrial, seen: Observation) -> str | None:
@@ -192,9 +208,9 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         own = _part(seen, part)
         if own is not None and own.share >= LEAST_ESTIMATE and part not in measured:
             loader = facts.loader
-            mend = MEND.get(switch, "DataLoader(..., num_workers=N), or cheaper samples")
             if switch == "batches" and loader is None:
                 continue
+            mend = MEND.get(switch) or _mend_of_samples(loader, workers_were_tried=False)
             yield _estimate(switch, WHAT[switch], _part_words(seen, part), mend, own.share, own.line)
     loop = _part(seen, "loop")
     read_s = sum(one.seconds for one in facts.syncs)
@@ -237,11 +253,11 @@ def _estimate(cause: str, what: str, evidence: str, mend: str, share: float, lin
     return Finding(cause=cause, what=what, evidence=evidence, mend=mend, gain=interval, measured=False, line=line)
 
 
-def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding]) -> list[str]:
-    """What else is worth saying: what had no time, what failed, what the process could not do."""
+def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding], failed: Sequence[str] = ()) -> list[str]:
+    """What else is worth saying: what had no time, what the process could not do. `failed` was said already."""
     said = []
     whole = {trial.suspect.key for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS}
-    short = [one.key for one in find_suspects(seen) if one.key not in whole]
+    short = [one.key for one in find_suspects(seen) if one.key not in {*whole, *failed}]
     if short:
         said.append(f"not measured, the time was too short: {', '.join(short)}; a larger --budget measures it")
     tested = [trial for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS]

@@ -142,6 +142,7 @@ class Hooks:
             self.optimizers.add(optimizer)
             groups = itertools.chain.from_iterable(one.param_groups for one in self.optimizers)
             self._trained = {id(parameter) for group in groups for parameter in group["params"]}
+            self.modules.forget_trained()  # of two optimizers, the second trains what the first does not
         self._missed += 1
         if self.anchor is None or self._missed > ANCHOR_LOST:
             self.anchor = optimizer
@@ -480,6 +481,10 @@ class ModuleHooks:
     def forget(self) -> None:
         """Lets the outputs of evaluations go."""
         self._outputs.clear()
+
+    def forget_trained(self) -> None:
+        """Asks again which modules are trained."""
+        self._known.clear()
 
     def _is_trained(self, module: torch.nn.Module) -> bool | None:
         known = self._known.get(module)

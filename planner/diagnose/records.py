@@ -115,7 +115,8 @@ class Suspect(Record):
     cycle: int = 1
     """Steps after which the cause comes again: a block has whole cycles."""
     settle: int = 1
-    """Steps after a switch that do not count."""
+    """Steps after the cause is removed that do not count; `settle_back`: after it is put back."""
+    settle_back: int = 1
 
     @property
     def key(self) -> str:

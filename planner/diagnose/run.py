@@ -65,7 +65,7 @@ def diagnose(
         At most five findings, and where the time of a step goes.
 
     Raises:
-        UsageError: there is no such script, or the budget is no duration.
+        UsageError: there is no such script, no folder for the trace, or the budget is no duration.
         WorkloadError: the script ended, failed, or used too much memory before enough steps.
         BudgetEndedError: no, or not enough, optimizer steps in the budget.
     """
@@ -73,6 +73,9 @@ def diagnose(
     budget_s = parse_duration_s(budget)
     script, function = _read(what)
     name = Path(script).name if script else getattr(what, "__qualname__", type(what).__name__)
+    limit_bytes = _limit_bytes(memory_limit)
+    if trace is not None and not Path(trace).absolute().parent.is_dir():
+        raise UsageError(f"there is no folder for the trace {trace}", hint="Make it first, or give another place.")
     folder = Path(tempfile.mkdtemp(prefix=folder_prefix("doctor")))
     place = None if trace is None else Path(trace).absolute()
     try:
@@ -84,7 +87,7 @@ def diagnose(
             trace=None if place is None else str(folder / "trace.json"),
         )
         with Zygote(preload=()) as zygote:
-            runs = _Runs(zygote, request, function, name, _limit_bytes(memory_limit), on_progress)
+            runs = _Runs(zygote, request, function, name, limit_bytes, on_progress)
             answer = runs.go()
         if place is not None and (folder / "trace.json").exists():
             shutil.copyfile(folder / "trace.json", place)
@@ -100,7 +103,7 @@ def diagnose(
         parts=seen.parts,
         findings=tuple(findings),
         tested=answer.trials,
-        notes=(*runs.notes, *notes_of(answer, seen, findings)),
+        notes=(*runs.notes, *notes_of(answer, seen, findings, runs.request.without)),
         seconds=time.monotonic() - began,
     )
 

@@ -38,6 +38,7 @@ from autoplan.planner.trials.measure import median_interval
 from autoplan.planner.verify.meter import WARM_UP_STEPS
 from autoplan.probes.cgroup import cpu_stat_path
 from autoplan.probes.cpu import read_throttling
+from autoplan.processes.cause import is_users_file
 
 LOOK_STEPS = 20
 """Steps that are looked at; fewer where they take longer than LOOK_SHARE of the budget, but LEAST_LOOK_STEPS."""
@@ -141,8 +142,8 @@ class Session:
         suspects = [one for one in find_suspects(seen) if one.key not in self.request.without]
         for place, suspect in enumerate(suspects):
             yield from self._try(suspect, seen, self.left_s / (len(suspects) - place))
-            if suspect.switch == "workers":
-                yield from self._try_more_workers(suspect, seen)
+            if suspect.switch in ("workers", "batches"):
+                yield from self._try_more_workers(seen)
 
     def _look(self) -> Course:
         """Looks at steps as they are: enough of them that what comes seldom is seen, as far as the budget goes."""
@@ -191,7 +192,7 @@ class Session:
                 epoch_steps=steps / loaders.starts if loaders.starts else None,
                 make_s=None if loader.num_workers else loaders.make_s / steps,
                 collate_s=None if loader.num_workers else loaders.collate_s / steps,
-                make_line=line_of(type(loader.dataset), "__getitem__"),
+                make_line=line_of_samples(loader.dataset),
             )
         return Facts(
             device=device,
@@ -221,15 +222,16 @@ class Session:
 
     # One cause.
 
-    def _try_more_workers(self, suspect: Suspect, seen: Observation) -> Course:
+    def _try_more_workers(self, seen: Observation) -> Course:
         """More workers than cores, where samples wait for something else than the processor."""
-        trial = next((one for one in self.answer.trials if one.suspect.key == suspect.key), None)
+        tried = [one for one in self.answer.trials if one.suspect.switch == "workers" and one.pairs]
         bound = next((one for one in self.answer.trials if one.suspect.switch == "batches"), None)
-        if trial is None or bound is None or not trial.pairs or not bound.pairs:
+        if len(tried) != 1 or bound is None or not bound.pairs:
             return
-        with_workers, without = (statistics.median(b for _, b in one.pairs) for one in (trial, bound))
-        more = min(MOST_WORKERS, 4 * suspect.setting)
-        if with_workers > (1 + STILL_WAITS) * without and more > suspect.setting:
+        with_workers, without = (statistics.median(b for _, b in one.pairs) for one in (tried[0], bound))
+        setting = tried[0].suspect.setting
+        more = min(MOST_WORKERS, 4 * setting)
+        if with_workers > (1 + STILL_WAITS) * without and more > setting:
             again = workers_suspect(seen, more)
             if again.key not in self.request.without:
                 yield from self._try(again, seen, self.left_s / 2)
@@ -242,7 +244,7 @@ class Session:
         if wanted <= 0:
             return
         steps = block_steps(suspect, seen.mean_s)
-        pair_s = (2 * steps + 2 * suspect.settle) * seen.mean_s
+        pair_s = (2 * steps + suspect.settle + suspect.settle_back) * seen.mean_s
         if pair_s * LEAST_PAIRS > self.left_s or pair_s * min(wanted, LEAST_PAIRS) > 2 * time_s:
             self._note(trial.model_copy(update={"why_not": "the time was too short for it"}))
             return
@@ -263,7 +265,7 @@ class Session:
         """Seconds of a step in a block of them."""
         undo = remove(self.hooks, suspect) if removed else None
         self.answer = self.answer.model_copy(update={"active": suspect.key if removed else None})
-        for _ in range(suspect.settle):
+        for _ in range(suspect.settle if removed else suspect.settle_back):
             yield
         synchronize()
         began = time.perf_counter()
@@ -331,10 +333,14 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def line_of(kind: type, name: str) -> str | None:
-    """Where a class defines a function, as `data.py:7`; None for what is written in C."""
-    code = getattr(getattr(kind, name, None), "__code__", None)
-    return None if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+def line_of_samples(dataset: Any) -> str | None:
+    """Where the user's code makes a sample, as `data.py:7`, also inside a Subset; None where a library makes it."""
+    while isinstance(dataset, (torch.utils.data.Subset, torch.utils.data.ConcatDataset)):
+        dataset = dataset.dataset if isinstance(dataset, torch.utils.data.Subset) else dataset.datasets[0]
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    if code is None or not is_users_file(code.co_filename):
+        return None
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
 def compile_seconds() -> float:

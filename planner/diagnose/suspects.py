@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autoplan.planner.diagnose.records import Observation, Part, Suspect
+from autoplan.planner.diagnose.records import LoaderFacts, Observation, Part, Suspect
 
 LEAST_SHARE = 0.03
 """Less of the time is not worth a mend."""
@@ -37,25 +37,42 @@ def _of_loader(seen: Observation) -> list[Suspect]:
     loader, share = seen.facts.loader, seen.share("data")
     if loader is None or share < LEAST_SHARE:
         return []
-    ahead = loader.workers * PREFETCH + 1
-    found = [Suspect(switch="batches", part="data", worth=share, settle=ahead)]
-    if loader.workers == 0 and not loader.iterable:
-        found += [workers_suspect(seen, max(2, seen.facts.cores))]
-    elif loader.workers and loader.workers < seen.facts.cores:
-        found += [workers_suspect(seen, seen.facts.cores)]
+    more = max(2, seen.facts.cores, 2 * loader.workers)
+    found = []
+    if not loader.iterable and more <= MOST_WORKERS:
+        found += [workers_suspect(seen, more)]
+    worth = found[0].worth - 0.001 if found else share  # the mend goes before its bound
+    found += [Suspect(switch="batches", part="data", worth=worth, settle_back=made_ahead(loader))]
     epoch = loader.epoch_steps
     if loader.workers and not loader.persistent and epoch and loader.start_s > LEAST_SHARE * seen.mean_s:
         steps = math.ceil(epoch)
         worth = min(share, loader.start_s / seen.mean_s)
-        found += [Suspect(switch="persistent", part="data", worth=worth + 0.01, cycle=steps, settle=2 * steps)]
+        both = 2 * steps
+        again = Suspect(
+            switch="persistent", part="data", worth=worth + 0.01, cycle=steps, settle=both, settle_back=both
+        )
+        found += [again]
     return found
 
 
+def made_ahead(loader: LoaderFacts) -> int:
+    """Steps until the batches are used up that the script's own workers have made while others were given."""
+    return loader.workers * PREFETCH + 1
+
+
 def workers_suspect(seen: Observation, workers: int) -> Suspect:
-    """The loader with so many workers: after a switch the batches that they have made ahead do not count."""
-    share = seen.share("data")
-    worth = share * (1 - 1 / workers)
-    return Suspect(switch="workers", setting=workers, part="data", worth=worth, settle=workers * PREFETCH + 2)
+    """The loader with so many workers: their first batches come together, and late."""
+    loader, share = seen.facts.loader, seen.share("data")
+    assert loader is not None
+    return Suspect(
+        switch="workers",
+        setting=workers,
+        part="data",
+        worth=share * (1 - max(1, loader.workers) / workers),
+        cycle=workers,
+        settle=workers + 1,
+        settle_back=made_ahead(loader),
+    )
 
 
 def _of_parts(seen: Observation) -> list[Suspect]:
@@ -81,7 +98,9 @@ def _of_process(seen: Observation) -> list[Suspect]:
     work = sum(seen.share(part) for part in ("forward", "loss", "backward", "optimizer"))
     if facts.device == "cpu" and facts.threads != facts.cores:
         worth = work * (1 - 1 / max(1, facts.threads / facts.cores, facts.cores / facts.threads)) / 2
-        found.append(Suspect(switch="threads", setting=facts.cores, part="forward", worth=worth, settle=2))
+        found.append(
+            Suspect(switch="threads", setting=facts.cores, part="forward", worth=worth, settle=2, settle_back=2)
+        )
     if facts.can_fuse and seen.share("optimizer") >= LEAST_OPTIMIZER:
         found.append(Suspect(switch="fused", part="optimizer", worth=seen.share("optimizer") / 2))
     if facts.padding >= LEAST_PADDING:

@@ -599,6 +599,14 @@ def test_doctor_says_what_is_missing_for_which_feature(cli, monkeypatch) -> None
     assert "cores" in cli("doctor").out
 
 
+@pytest.mark.parametrize(
+    "options", [["nothere.py"], [__file__, "--memory-limit", "much"], [__file__, "--trace", "no/folder/trace.json"]]
+)
+def test_doctor_starts_nothing_with_what_it_refuses(cli, options: list[str]) -> None:
+    done = cli("doctor", *options)
+    assert done.code == 2 and "starting" not in done.err
+
+
 def test_a_search_answered_from_its_record_has_the_unit_of_its_workload(tmp_path: Path) -> None:
     from autoplan.planner.search.answer import SearchRun, finished_before
     from autoplan.planner.search.options import SearchOptions

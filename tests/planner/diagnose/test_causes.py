@@ -75,6 +75,11 @@ def test_a_script_that_needs_what_was_removed_is_run_again_with_it() -> None:
     assert not Path("fragile.pt").exists()
 
 
+def test_no_net_of_two_optimizers_is_taken_for_one_that_nobody_trains() -> None:
+    found = diagnose("gan.py", budget=20.0)
+    assert not any("no_grad" in text for text in (*(one.cause for one in found.findings), *found.notes)), found
+
+
 def test_a_trainer_that_saves_each_step(tmp_path: Path) -> None:
     found = diagnose("trainer.py", tmp_path, budget=60.0)
     assert found.findings[0].cause == "saving" and found.findings[0].measured

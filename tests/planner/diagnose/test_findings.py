@@ -1,0 +1,79 @@
+"""From figures to words: the mend of a slow loader, its line, notes that agree with each other."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from autoplan.planner.diagnose.findings import find_causes, notes_of
+from autoplan.planner.diagnose.records import Answer, Facts, LoaderFacts, Observation, PartTime, Suspect, SwitchTrial
+from autoplan.planner.diagnose.session import line_of_samples
+from autoplan.planner.diagnose.suspects import find_suspects
+from autoplan.planner.records.trials import Interval
+
+STEP = Interval(median=0.1, low=0.1, high=0.1, samples=20)
+
+
+def observation(*, workers: int = 0, needless: tuple[str, ...] = ()) -> Observation:
+    """Steps of 100 ms that wait 60 ms for the loader."""
+    loader = LoaderFacts(
+        workers=workers, persistent=True, iterable=False, starts=0, start_s=0, epoch_steps=None, make_line="train.py:9"
+    )
+    seconds = {"data": 0.06, "backward": 0.04}
+    return Observation(
+        steps=20,
+        step_s=STEP,
+        mean_s=0.1,
+        parts=tuple(
+            PartTime(part=part, seconds=s, low=s, high=s, share=10 * s, events=20)  # type: ignore[arg-type]
+            for part, s in seconds.items()
+        ),
+        facts=Facts(
+            device="cpu", threads=2, cores=2, optimizer="SGD", can_fuse=False, loader=loader, needless=needless
+        ),
+    )
+
+
+def trial(switch: str, without_s: float, setting: int = 0) -> SwitchTrial:
+    pairs = tuple((0.1 + 0.001 * n, without_s + 0.0005 * n) for n in range(4))
+    return SwitchTrial(suspect=Suspect(switch=switch, setting=setting, part="data", worth=0.5), pairs=pairs)
+
+
+def test_samples_are_to_be_cheaper_only_after_more_workers_were_measured() -> None:
+    seen = observation()
+    (first,) = find_causes(Answer(observation=seen, trials=(trial("batches", 0.04),)))
+    assert first.cause == "batches" and first.mend.startswith("DataLoader(..., num_workers=N), not measured here")
+    tried = (trial("batches", 0.04), trial("workers", 0.1, 2))
+    (first,) = find_causes(Answer(observation=seen, trials=tried))
+    assert first.mend == "make a sample cheaper (train.py:9): prepare it once, before the training"
+    (first,) = find_causes(Answer(observation=seen))
+    assert not first.measured and "num_workers=N" in first.mend
+
+
+def test_more_workers_are_measured_before_their_bound_also_where_there_are_as_many_as_cores() -> None:
+    assert [one.key for one in find_suspects(observation())] == ["workers=2", "batches"]
+    assert [one.key for one in find_suspects(observation(workers=2))] == ["workers=4", "batches"]
+    assert [one.key for one in find_suspects(observation(workers=16))] == ["batches"]
+
+
+def test_what_failed_is_not_said_to_have_had_no_time() -> None:
+    seen = observation(needless=("Teacher",))
+    answer = Answer(observation=seen, trials=(trial("batches", 0.04), trial("workers", 0.07, 2)))
+    assert any("too short: no_grad" in note for note in notes_of(answer, seen, ()))
+    assert not any("too short" in note for note in notes_of(answer, seen, (), failed=("no_grad",)))
+
+
+class Own(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_the_line_of_a_sample_is_the_users() -> None:
+    line = f"test_findings.py:{Own.__getitem__.__code__.co_firstlineno}"
+    assert line_of_samples(Own()) == line
+    assert line_of_samples(Subset(ConcatDataset([Own(), Own()]), [0])) == line
+    assert line_of_samples(TensorDataset(torch.zeros(2))) is None
+    assert line_of_samples([1, 2]) is None
