@@ -74,12 +74,14 @@ def product_seconds(
     NVIDIA "Matrix Multiplication Background User's Guide", tile and wave quantization.
 
     Args:
-        m, n, k, batch: Sizes.
+        m, n, k, batch: Sizes. A product with a size of 0 takes no time.
         flops_per_s: What large products reach.
         memory_bytes_per_s: The datasheet's bandwidth.
         processors: Multiprocessors.
         width: Bytes of an element.
     """
+    some = np.asarray(batch * m * n * k) > 0
+    m, n, k, batch = (np.where(some, size, 1.0) for size in (m, n, k, batch))
     tiles = batch * np.ceil(m / TILE) * np.ceil(n / TILE)
     used = (m * n) / (np.ceil(m / TILE) * np.ceil(n / TILE) * TILE * TILE)
     units = np.where(tiles < processors, tiles * np.clip(np.floor(k / 512), 1, 8), tiles)
@@ -88,7 +90,7 @@ def product_seconds(
     filled = k / (k + K_FILL)
     work = 2 * batch * m * n * k / (flops_per_s * used * busy * filled)
     moved = batch * width * (m * k + k * n + m * n) / (BANDWIDTH_EFFICIENCY * memory_bytes_per_s)
-    return np.asarray(np.maximum(work, moved))
+    return np.where(some, np.maximum(work, moved), 0.0)
 
 
 def attention_rate(flops_per_s: float | Floats, head_dim: float | Floats = ASSUMED_HEAD_DIM) -> float | Floats:
