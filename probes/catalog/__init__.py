@@ -121,11 +121,7 @@ def near_names(name: str, count: int = 3) -> tuple[str, ...]:
 
 def find_link(name: str) -> LinkSheet | None:
     """The sheet of a link generation: "NVLink 4", "PCIe Gen5", "NDR"; None if it is not in the catalogue."""
-    for family in link_families().values():
-        for link in family.links:
-            if normalise(name) in {normalise(alias) for alias in link.aliases}:
-                return link
-    return None
+    return _links_by_alias().get(normalise(name))
 
 
 def link_reading(name: str, count: int) -> Reading:
@@ -167,6 +163,12 @@ def _aliases() -> list[tuple[str, ChipSheet]]:
 @cache
 def _chips_by_alias() -> dict[str, ChipSheet]:
     return {normalise(alias): chip for alias, chip in _aliases()}
+
+
+@cache
+def _links_by_alias() -> dict[str, LinkSheet]:
+    links = [link for family in link_families().values() for link in family.links]
+    return {normalise(alias): link for link in reversed(links) for alias in link.aliases}
 
 
 def _words(name: str) -> list[str]:

@@ -6,6 +6,7 @@ that may mean several chips is an error that names them all.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Chip:
         return None if figure is None else figure.value
 
 
+@functools.cache
 def find_chip(name: str) -> Chip:
     """The chip of a name: a whole name, a default form, or part of a name that only one chip has.
 
