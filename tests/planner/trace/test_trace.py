@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from autoplan.planner.cost.traced.candidates import from_configs
 from autoplan.planner.cost.traced.memory import traced_memory
 from autoplan.planner.trace.build_profile import profile_workload
-from autoplan.planner.trace.model_profile import ModelProfile, TraceRequest, VariantKey
+from autoplan.planner.trace.model_profile import ModelProfile, TraceRequest, VariantKey, variants_to_trace
 from autoplan.planner.trace.trace import _read_cache, _write_cache, cache_path, trace_workload
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
@@ -24,6 +24,15 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.strategies.workloads.workload import LossSum, Workload
 
 GLOBAL_BATCH = 8
+RUN = (
+    {"micro_batch": 4},
+    {"micro_batch": 8},
+    {"micro_batch": 2, "checkpointing": "full"},
+    {"micro_batch": 4, "checkpointing": "selective", "loss": "fused"},
+    {"micro_batch": 4, "checkpointing": "every_2", "precision": "bf16"},
+    {"micro_batch": 8, "attention": "eager", "optimizer_step": "foreach"},
+)
+"""Configurations whose live bytes are compared with a run."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +45,8 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> WorkloadSpec:
 
 @pytest.fixture(scope="module")
 def traced(spec: WorkloadSpec) -> ModelProfile:
-    return trace_workload(spec, "cpu")
+    variants = variants_to_trace([TrainingConfig.model_validate(knobs) for knobs in RUN], has_blocks=True)
+    return trace_workload(spec, "cpu", TraceRequest(variants=variants))
 
 
 def test_parameters_are_counted_once_where_they_are_tied(spec: WorkloadSpec, traced: ModelProfile) -> None:
@@ -78,14 +88,7 @@ def live_bytes(spec: WorkloadSpec, config: TrainingConfig) -> float:
 
 @pytest.mark.parametrize(
     "knobs",
-    [
-        {"micro_batch": 4},
-        {"micro_batch": 8},
-        {"micro_batch": 2, "checkpointing": "full"},
-        {"micro_batch": 4, "checkpointing": "selective", "loss": "fused"},
-        {"micro_batch": 4, "checkpointing": "every_2", "precision": "bf16"},
-        {"micro_batch": 8, "attention": "eager", "optimizer_step": "foreach"},
-    ],
+    RUN,
     ids=lambda knobs: " ".join(f"{k}={v}" for k, v in knobs.items()),
 )
 def test_live_bytes_are_those_of_the_real_run(
@@ -159,7 +162,7 @@ def test_a_damaged_cache_is_no_profile(spec: WorkloadSpec, traced: ModelProfile,
 
 
 def test_operations_are_timed_when_there_is_time_for_it(spec: WorkloadSpec) -> None:
-    found = trace_workload(spec, "cpu", TraceRequest(timing_budget_s=30.0))
+    found = trace_workload(spec, "cpu", TraceRequest(variants=(VariantKey(),), timing_budget_s=30.0))
     groups = found.variants[VariantKey().text()].groups
     timed = [group for group in groups if group.measured_s is not None]
     assert len(timed) > 0.8 * len(groups)
