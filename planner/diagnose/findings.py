@@ -19,7 +19,7 @@ from autoplan.planner.diagnose.records import (
     PartTime,
     SwitchTrial,
 )
-from autoplan.planner.diagnose.session import LEAST_PAIRS
+from autoplan.planner.diagnose.session import LEAST_PAIRS, is_slower
 from autoplan.planner.diagnose.suspects import LEAST_SHARE, find_suspects
 from autoplan.planner.records.trials import Interval
 from autoplan.planner.trials.measure import ratio_interval
@@ -48,7 +48,8 @@ WHAT: Mapping[str, str] = {
     "threads": "the number of threads does not fit the cores",
     "fused": "the optimizer is not fused",
     "padding": "batches are padded further than their longest sample",
-    "no_grad": "gradients are computed that nobody uses",
+    "needless_gradients": "gradients are computed that nobody uses",
+    "anomaly": "the anomaly detection of autograd is on",
     "bf16": "the matrix products run in fp32 where bf16 is faster",
 }
 
@@ -60,6 +61,7 @@ MEND: Mapping[str, str] = {
     "gc": "gc.disable() before the loop, and gc.collect() between epochs",
     "freeze": "gc.collect(); gc.freeze() once all is set up, before the loop; no gc.collect() in it",
     "padding": "pad each batch to its own longest sample, in collate_fn (transformers: DataCollatorWithPadding)",
+    "anomaly": "remove set_detect_anomaly(True) and detect_anomaly(): they are for finding a NaN, not for training",
     "bf16": "run forward and loss in torch.autocast(device, torch.bfloat16); Trainer: bf16=True. Compare the losses",
 }
 
@@ -135,8 +137,10 @@ def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> 
         return f"{facts.threads} threads on {facts.cores} cores"
     if switch == "padding":
         return f"{facts.padding:.0%} of the columns of a batch are padding for all its samples"
-    if switch == "no_grad":
-        return f"{' and '.join(facts.needless)} is called with gradients, and no optimizer has its parameters"
+    if switch == "needless_gradients":
+        return f"parameters of {' and '.join(facts.needless)} get gradients, and no optimizer has them"
+    if switch == "anomaly":
+        return "each operation keeps its stack, and each gradient is looked at"
     if switch == "bf16":
         return f"a large product is {facts.bf16_gain or 0:.1f} times as fast in bf16 on this {facts.device}"
     often = "" if suspect.cycle == 1 else f", about every {suspect.cycle} steps"
@@ -172,8 +176,8 @@ def _mend(trial: SwitchTrial, seen: Observation, workers_were_tried: bool) -> st
             return f"OMP_NUM_THREADS={suspect.setting}, or torch.set_num_threads({suspect.setting})"
         case "fused":
             return f"{facts.optimizer}(..., fused=True)"
-        case "no_grad":
-            return f"call {' and '.join(facts.needless)} in torch.no_grad()"
+        case "needless_gradients":
+            return f"requires_grad_(False) for {' and '.join(facts.needless)}; without trained layers before, no_grad()"
     return MEND[suspect.switch]
 
 
@@ -202,11 +206,13 @@ def _part(seen: Observation, part: Part) -> PartTime | None:
 def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
     """What cannot be removed without an edit, and what there was no time for."""
     facts = seen.facts
-    measured = {trial.suspect.part for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS}
+    tested = [trial for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS]
+    measured = {trial.suspect.part for trial in tested if not _is_open(trial, seen, len(tested))}
     for switch in ("batches", "saving", "logging", "evaluation", "gc"):
         part: Part = "data" if switch == "batches" else switch  # type: ignore[assignment]
         own = _part(seen, part)
-        if own is not None and own.share >= LEAST_ESTIMATE and part not in measured:
+        once = own is not None and own.events == 1 and seen.steps > 1  # how often it comes is not known
+        if own is not None and own.share >= LEAST_ESTIMATE and part not in measured and not once:
             loader = facts.loader
             if switch == "batches" and loader is None:
                 continue
@@ -223,7 +229,7 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         yield _estimate("sync", "tensors are read on the host in the steps", said, mend, read_s / seen.mean_s, one.line)
     if loop is not None and loop.share >= LEAST_ESTIMATE:
         said = f"{_part_words(seen, 'loop')} outside the loader, the model and the optimizer"
-        mend = "do it once before the loop, or in a Dataset with DataLoader workers"
+        mend = "do it once before the loop, every N steps, or in a Dataset with DataLoader workers"
         yield _estimate("loop", "the loop's own code takes time in each step", said, mend, loop.share, loop.line)
     if facts.compile_s / seen.mean_s >= LEAST_ESTIMATE:
         said = f"{format_seconds(facts.compile_s)} a step, after the first steps"
@@ -247,6 +253,13 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         )
 
 
+def _is_open(trial: SwitchTrial, seen: Observation, chosen_from: int) -> bool:
+    """Whether a measured gain is too wide to tell no gain from what the part's own time says, which is large."""
+    share, gain = seen.share(trial.suspect.part), gain_of(trial, chosen_from)
+    calls = trial.suspect.switch in ("saving", "logging", "evaluation")  # that the step waits for
+    return calls and gain is not None and share >= 2 * LEAST_ESTIMATE and gain.low <= 1 <= 1 / (1 - share) <= gain.high
+
+
 def _estimate(cause: str, what: str, evidence: str, mend: str, share: float, line: str | None) -> Finding:
     gain = 1 / (1 - min(share, 0.99))
     interval = Interval(median=gain, low=gain, high=gain, samples=1)
@@ -256,18 +269,29 @@ def _estimate(cause: str, what: str, evidence: str, mend: str, share: float, lin
 def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding], failed: Sequence[str] = ()) -> list[str]:
     """What else is worth saying: what had no time, what the process could not do. `failed` was said already."""
     said = []
-    whole = {trial.suspect.key for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS}
+    tested = [trial for trial in answer.trials if trial.pairs and (len(trial.pairs) >= LEAST_PAIRS or is_slower(trial))]
+    whole = {trial.suspect.key for trial in tested}
     short = [one.key for one in find_suspects(seen) if one.key not in {*whole, *failed}]
     if short:
         said.append(f"not measured, the time was too short: {', '.join(short)}; a larger --budget measures it")
-    tested = [trial for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS]
-    known = {one.cause for one in causes}
+    for one in seen.parts:
+        if one.part in ("saving", "evaluation") and one.events == 1 and one.share >= LEAST_ESTIMATE:
+            took = format_seconds(one.seconds * seen.steps)
+            said.append(f"{one.part} was seen once in {seen.steps} steps ({took}): a larger --budget tells how often")
+    known = {one.cause for one in causes if one.measured}
+    if known & {"workers", "persistent"}:
+        known.add("batches")  # its evidence names that bound
+    if known & {"gc", "freeze"}:
+        known |= {"gc", "freeze"}
     for trial in tested:
-        gain = gain_of(trial)
-        if gain is not None and trial.suspect.switch not in known and gain.low <= 1:
-            said.append(
-                f"{trial.suspect.key} was tried: {gain.median:.2f} times as fast ({gain.low:.2f} to {gain.high:.2f})"
-            )
+        if trial.suspect.switch in known:
+            continue
+        gain = gain_of(trial, chosen_from=len(tested))
+        said.append(
+            f"{trial.suspect.key} was tried: slower"
+            if gain is None
+            else f"{trial.suspect.key} was tried: {gain.median:.2f} times as fast ({gain.low:.2f} to {gain.high:.2f})"
+        )
     if seen.facts.graph_breaks:
         said.append(f"torch.compile has graph breaks: {'; '.join(seen.facts.graph_breaks)}")
     if answer.refused:

@@ -150,6 +150,24 @@ class Hooks:
             self._missed = 0
             self.on_step()
 
+    def needless(self) -> dict[str, list[torch.nn.Parameter]]:
+        """Modules whose parameters got gradients, and no optimizer has any of them: `Classifier.backbone`."""
+        found: dict[str, list[torch.nn.Parameter]] = {}
+        trained = self._trained or set()
+
+        def look(module: torch.nn.Module, name: str) -> None:
+            own = [one for one in module.parameters() if one.requires_grad]
+            if own and not any(id(one) in trained for one in own):
+                if any(one.grad is not None for one in own):
+                    found[name] = own
+                return
+            for part, child in module.named_children():
+                look(child, f"{name}.{part}")
+
+        for module in list(self.modules.called):
+            look(module, type(module).__name__)
+        return found
+
     # Functions.
 
     def _backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -457,17 +475,17 @@ class ModuleHooks:
 
     Attributes:
         autocast: Run the forward in bf16 autocast.
-        needless: Classes of modules whose gradients nobody uses, by how often they were called.
-        no_grad: Call those without gradients.
+        anomaly: Whether the anomaly detection of autograd was on in a forward.
+        called: The outermost modules.
     """
 
     def __init__(
         self, clock: Clock, is_trained: Callable[[torch.nn.Module], bool | None], on_training: Callable[[], None]
     ) -> None:
         self.clock, self.is_trained, self.on_training = clock, is_trained, on_training
-        self.autocast, self.no_grad = False, False
+        self.autocast, self.anomaly = False, False
         self.device = "cpu"
-        self.needless: dict[str, int] = {}
+        self.called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.low_precision = False
         self._inside = False
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -514,20 +532,14 @@ class ModuleHooks:
         if trained is not False and torch.is_grad_enabled():
             self.on_training()
         clock.enter("forward")
+        self.called.add(module)
+        self.anomaly = self.anomaly or torch.is_anomaly_enabled()
         self.low_precision = self.low_precision or torch.is_autocast_enabled(self.device)
         try:
-            frozen = trained is False and torch.is_grad_enabled() and not _needs_grad((args, kwargs))
-            if frozen and self.no_grad:
-                with torch.no_grad():
-                    return function(module, *args, **kwargs)
             if self.autocast:
                 with torch.autocast(self.device, torch.bfloat16):
                     return function(module, *args, **kwargs)
-            output = function(module, *args, **kwargs)
-            if frozen and _needs_grad(output):
-                name = type(module).__name__
-                self.needless[name] = self.needless.get(name, 0) + 1
-            return output
+            return function(module, *args, **kwargs)
         finally:
             clock.leave()
             clock.background = "loss"
@@ -557,14 +569,6 @@ class ModuleHooks:
             return function(module, mode)
 
         return train
-
-
-def _needs_grad(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
-    if isinstance(value, dict) or hasattr(value, "values"):
-        return any(map(_needs_grad, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(_needs_grad, value))
 
 
 def _shapes(value: Any) -> Any:

@@ -79,7 +79,9 @@ class Facts(Record):
     padding: float = 0.0
     """Share of the positions of a batch that are padding for all its samples."""
     needless: tuple[str, ...] = ()
-    """Classes of modules whose gradients nobody uses."""
+    """Modules whose gradients nobody uses."""
+    anomaly: bool = False
+    """Whether the anomaly detection of autograd is on."""
     syncs: tuple[SyncLine, ...] = ()
     compile_s: float = 0.0
     """Seconds of a step in which torch.compile compiled again."""

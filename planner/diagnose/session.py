@@ -45,7 +45,10 @@ LOOK_STEPS = 20
 
 LOOK_SHARE, LEAST_LOOK_STEPS, LEAST_LOOK_S = 0.25, 4, 1.0
 
-MOST_LOOK_STEPS = 2000
+LONG_LOOK_SHARE = 0.6
+"""Where nothing is suspected the look goes on for so much of the budget: an evaluation may come each 100 steps."""
+
+MOST_LOOK_STEPS = 20_000
 
 PAIRS, LEAST_PAIRS = 6, 3
 """Pairs of blocks of a cause: with six, Student's t is 2.6 times the standard error; with two it is 4.3 and more."""
@@ -58,6 +61,9 @@ MOST_OF_IT = 0.8
 
 STILL_WAITS = 0.25
 """With the workers that were tried, the step still waits for more of the time than this: more are tried."""
+
+SLOWER = 1.25
+"""Steps that are so many times slower without a cause in two pairs, or twice as many in one, end its trial."""
 
 Course = Generator[None, Step, Any]
 
@@ -148,29 +154,38 @@ class Session:
     def _look(self) -> Course:
         """Looks at steps as they are: enough of them that what comes seldom is seen, as far as the budget goes."""
         self._tell("looking at the steps as they are")
-        most_s = LOOK_SHARE * self.request.budget_s
         self.clock.forget()
         self.hooks.loaders.restart()
-        self.hooks.modules.needless.clear()
+        self.hooks.modules.anomaly = False
         sampler, began, compiled = LineSampler(self.clock), time.monotonic(), compile_seconds()
         throttled = read_throttling(cpu_stat_path())[1]
         sampler.start()
         steps: list[Step] = []
+
+        def see() -> Observation:
+            facts = self._facts(len(steps), (compile_seconds() - compiled) / len(steps))
+            stopped = (read_throttling(cpu_stat_path())[1] - throttled) / (time.monotonic() - began)
+            seen = observe(steps, facts.model_copy(update={"throttled": stopped}), self.clock, sampler)
+            self.keep(observation=seen)
+            return seen
+
         try:
-            while len(steps) < MOST_LOOK_STEPS:
-                steps.append((yield))
-                spent = time.monotonic() - began
-                enough = len(steps) >= LOOK_STEPS and spent >= min(LEAST_LOOK_S, most_s) and spent >= most_s / 4
-                if enough or (spent > most_s and len(steps) >= LEAST_LOOK_STEPS):
+            for share in (LOOK_SHARE, LONG_LOOK_SHARE):
+                if share == LONG_LOOK_SHARE:
+                    self._tell("nothing is suspected so far: looking on")
+                most_s = share * self.request.budget_s
+                least_s = max(most_s / 4, min(LEAST_LOOK_S, most_s)) if share == LOOK_SHARE else most_s
+                while len(steps) < MOST_LOOK_STEPS:
+                    steps.append((yield))
+                    spent = time.monotonic() - began
+                    if spent >= least_s and len(steps) >= (LOOK_STEPS if spent <= most_s else LEAST_LOOK_STEPS):
+                        break
+                if find_suspects(see()):
                     break
         finally:  # a script that ends now has shown enough, or too little
             sampler.stop()
             if len(steps) >= LEAST_LOOK_STEPS:
-                spent = time.monotonic() - began
-                facts = self._facts(len(steps), (compile_seconds() - compiled) / len(steps))
-                stopped = (read_throttling(cpu_stat_path())[1] - throttled) / spent
-                seen = observe(steps, facts.model_copy(update={"throttled": stopped}), self.clock, sampler)
-                self.keep(observation=seen)
+                seen = see()
         return seen
 
     def _facts(self, steps: int, compile_s: float) -> Facts:
@@ -202,7 +217,8 @@ class Session:
             can_fuse=can_fuse(optimizer),
             loader=found,
             padding=statistics.median(loaders.padding) if loaders.padding else 0.0,
-            needless=tuple(hooks.modules.needless),
+            needless=tuple(hooks.needless()),
+            anomaly=hooks.modules.anomaly,
             syncs=tuple(syncs),
             compile_s=compile_s,
             graph_breaks=graph_breaks(),
@@ -241,7 +257,7 @@ class Session:
         trial = next((one for one in self.answer.trials if one.suspect.key == suspect.key), None)
         trial = trial or SwitchTrial(suspect=suspect)
         wanted = PAIRS - len(trial.pairs)
-        if wanted <= 0:
+        if wanted <= 0 or (trial.pairs and is_slower(trial)):
             return
         steps = block_steps(suspect, seen.mean_s)
         pair_s = (2 * steps + suspect.settle + suspect.settle_back) * seen.mean_s
@@ -260,6 +276,9 @@ class Session:
                 took[removed] = yield from self._block(suspect, removed, steps)
             trial = trial.model_copy(update={"pairs": (*trial.pairs, (took[False], took[True]))})
             self._note(trial)
+            if is_slower(trial):
+                self._note(trial.model_copy(update={"why_not": "it was slower"}))
+                break
 
     def _block(self, suspect: Suspect, removed: bool, steps: int) -> Course:
         """Seconds of a step in a block of them."""
@@ -281,6 +300,12 @@ class Session:
     def _note(self, trial: SwitchTrial) -> None:
         others = [one for one in self.answer.trials if one.suspect.key != trial.suspect.key]
         self.keep(trials=(*others, trial))
+
+
+def is_slower(trial: SwitchTrial) -> bool:
+    """Whether the steps without the cause are so much slower that further pairs tell nothing."""
+    as_is, without = (statistics.median(pair[place] for pair in trial.pairs) for place in (0, 1))
+    return without > (SLOWER if len(trial.pairs) > 1 else 2 * SLOWER) * as_is
 
 
 def block_steps(suspect: Suspect, step_s: float) -> int:

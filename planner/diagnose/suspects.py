@@ -106,7 +106,9 @@ def _of_process(seen: Observation) -> list[Suspect]:
     if facts.padding >= LEAST_PADDING:
         found.append(Suspect(switch="padding", part="forward", worth=facts.padding * work))
     if facts.needless:
-        found.append(Suspect(switch="no_grad", part="backward", worth=seen.share("backward") / 2))
+        found.append(Suspect(switch="needless_gradients", part="backward", worth=seen.share("backward") / 2, settle=2))
+    if facts.anomaly:
+        found.append(Suspect(switch="anomaly", part="backward", worth=work / 2))
     if facts.bf16_gain is not None and facts.bf16_gain >= LEAST_BF16:
         products = seen.share("forward") + seen.share("backward")
         found.append(Suspect(switch="bf16", part="forward", worth=products * (1 - 1 / facts.bf16_gain) / 2))

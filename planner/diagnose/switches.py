@@ -97,6 +97,31 @@ def _fused(hooks: Hooks, setting: int) -> Undo:
     return undo
 
 
+def _needless(hooks: Hooks, setting: int) -> Undo:
+    parameters = [one for group in hooks.needless().values() for one in group]
+    for one in parameters:
+        one.requires_grad_(False)
+
+    def undo() -> None:
+        for one in parameters:
+            one.requires_grad_(True)
+
+    return undo
+
+
+def _anomaly(hooks: Hooks, setting: int) -> Undo:
+    """Off, also where the script turns it on in each step."""
+    was, set_enabled = torch.is_anomaly_enabled(), torch.set_anomaly_enabled
+    set_enabled(False)
+    torch.set_anomaly_enabled = lambda *args, **kwargs: None
+
+    def undo() -> None:
+        torch.set_anomaly_enabled = set_enabled
+        set_enabled(was)
+
+    return undo
+
+
 SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
     "batches": _flag("loaders", "replay"),
     "workers": _workers,
@@ -109,7 +134,8 @@ SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
     "threads": _threads,
     "fused": _fused,
     "padding": _flag("loaders", "crop"),
-    "no_grad": _flag("modules", "no_grad"),
+    "needless_gradients": _needless,
+    "anomaly": _anomaly,
     "bf16": _flag("modules", "autocast"),
 }
 """By name: what removes a cause, given the setting of the suspect."""

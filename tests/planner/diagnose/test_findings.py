@@ -59,8 +59,8 @@ def test_more_workers_are_measured_before_their_bound_also_where_there_are_as_ma
 def test_what_failed_is_not_said_to_have_had_no_time() -> None:
     seen = observation(needless=("Teacher",))
     answer = Answer(observation=seen, trials=(trial("batches", 0.04), trial("workers", 0.07, 2)))
-    assert any("too short: no_grad" in note for note in notes_of(answer, seen, ()))
-    assert not any("too short" in note for note in notes_of(answer, seen, (), failed=("no_grad",)))
+    assert any("too short: needless_gradients" in note for note in notes_of(answer, seen, ()))
+    assert not any("too short" in note for note in notes_of(answer, seen, (), failed=("needless_gradients",)))
 
 
 class Own(Dataset[int]):
