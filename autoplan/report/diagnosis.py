@@ -40,6 +40,8 @@ def part_rows(found: Diagnosis) -> facts.Rows:
 def gain_words(finding: Finding) -> str:
     """`2.31 times as fast (2.20 to 2.43), measured without it`, or that it is estimated."""
     gain = finding.gain
+    if finding.cause == "graphs" and not finding.measured:
+        return "memory; what it does to the time was not measured"
     if not finding.measured:
         return f"up to {gain.median:.2f} times as fast, estimated from its own time"
     return f"{gain.median:.2f} times as fast ({gain.low:.2f} to {gain.high:.2f}), measured"

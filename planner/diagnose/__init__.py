@@ -3,6 +3,7 @@
 records.py        what crosses the processes: Request, Answer; what comes out: Finding, Diagnosis
 clock.py          where the time of a step goes: the parts of a step, by the regions that hooks enter and leave
 hooks.py          the hooks: optimizer, loader, forward, backward, saving, logging, evaluation, gc
+memory.py         memory over the steps, and the names that keep tensors
 sandbox.py        what the script would write goes into a folder that is removed
 switches.py       how each cause is removed while the script runs, and put back
 suspects.py       which causes are worth removing, by what the first steps showed

@@ -153,18 +153,20 @@ def users_line(frame: Any) -> str | None:
 
 
 class LineSampler:
-    """Looks every few milliseconds where the script's thread is: its part, and the line of the user's code.
+    """Looks every few milliseconds where the script's thread is: its part, the line of the user's code, the memory.
 
     The time of Python code that no hook knows has a line so. Runs only while the first steps are looked at.
     """
 
     EVERY_S = 0.005
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, read_bytes: Callable[[], int]) -> None:
         self._clock = clock
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.seen: dict[tuple[str, str], int] = defaultdict(int)
+        self.peaks: dict[Part, tuple[int, str | None]] = {}
+        self._read_bytes = read_bytes
 
     def start(self) -> None:
         """Begins to look."""
@@ -179,8 +181,11 @@ class LineSampler:
         while not self._ends.wait(self.EVERY_S):
             frame = sys._current_frames().get(self._clock._thread)
             line = users_line(frame)
+            part, memory = self._clock.current, self._read_bytes()
             if line is not None:
-                self.seen[self._clock.current, line] += 1
+                self.seen[part, line] += 1
+            if part not in self.peaks or memory > self.peaks[part][0]:
+                self.peaks[part] = memory, line
 
     def line_of(self, part: str) -> str | None:
         """The line that was seen most in a part."""

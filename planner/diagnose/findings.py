@@ -7,9 +7,11 @@ estimated from its own time, as if all of that could go, and says so.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from autoplan.planner.diagnose.records import (
+    PARTS,
     Answer,
     Facts,
     Finding,
@@ -20,10 +22,10 @@ from autoplan.planner.diagnose.records import (
     SwitchTrial,
 )
 from autoplan.planner.diagnose.session import LEAST_PAIRS, is_slower
-from autoplan.planner.diagnose.suspects import LEAST_SHARE, find_suspects
+from autoplan.planner.diagnose.suspects import LEAST_GROWTH_BYTES, LEAST_SHARE, find_suspects
 from autoplan.planner.records.trials import Interval
 from autoplan.planner.trials.measure import ratio_interval
-from autoplan.units import format_seconds
+from autoplan.units import format_bytes, format_seconds
 
 MOST_FINDINGS = 5
 
@@ -32,6 +34,9 @@ LEAST_ESTIMATE = 0.05
 
 MANY_CALLS = 100
 """Calls in a step from which on they are what the code around them is there for."""
+
+LEAST_MORE_BYTES, MORE_SHARE = 64 << 20, 0.2
+"""Saving or evaluation that takes less memory beyond the steps is no note: the allocator keeps some."""
 
 MORE_THERE = 1.2
 """If the batches could be had so many times faster than with the mend that was measured, that is a finding too."""
@@ -71,7 +76,7 @@ def find_causes(answer: Answer) -> list[Finding]:
     seen = answer.observation
     if seen is None:
         return []
-    found = [*_proved(answer, seen), *_estimated(answer, seen)]
+    found = [*_proved(answer, seen), *_estimated(answer, seen), *_of_memory(answer, seen)]
     return sorted(found, key=lambda one: -one.gain.median)[:MOST_FINDINGS]
 
 
@@ -95,7 +100,7 @@ def _proved(answer: Answer, seen: Observation) -> Iterator[Finding]:
     gains: dict[str, tuple[SwitchTrial, Interval]] = {}
     for trial in trials:
         gain = gain_of(trial, chosen_from=len(trials))
-        if gain is not None and gain.low > 1 and gain.median >= 1 + LEAST_SHARE:
+        if trial.suspect.switch != "graphs" and gain is not None and gain.low > 1 and gain.median >= 1 + LEAST_SHARE:
             known = gains.get(trial.suspect.switch)
             if known is None or gain.median > known[1].median:
                 gains[trial.suspect.switch] = trial, gain
@@ -260,6 +265,52 @@ def _is_open(trial: SwitchTrial, seen: Observation, chosen_from: int) -> bool:
     return calls and gain is not None and share >= 2 * LEAST_ESTIMATE and gain.low <= 1 <= 1 / (1 - share) <= gain.high
 
 
+def _of_memory(answer: Answer, seen: Observation) -> Iterator[Finding]:
+    """What keeps graphs from step to step: memory that grows, with and without them."""
+    memory = seen.memory
+    kept = [one for one in memory.kept if one.graphs] if memory else []
+    if memory is None or not kept or memory.growth_bytes < LEAST_GROWTH_BYTES:
+        return
+    trial = next(
+        (one for one in answer.trials if one.suspect.switch == "graphs" and len(one.grew) >= LEAST_PAIRS), None
+    )
+    gain = None if trial is None else gain_of(trial)
+    evidence = f"each step adds {format_bytes(memory.growth_bytes)} of memory"
+    if trial is not None:
+        as_is, without = (statistics.median(max(0.0, pair[place]) for pair in trial.grew) for place in (0, 1))
+        if without > as_is / 2:
+            return  # something else grows
+        evidence = f"each step adds {format_bytes(as_is)} of memory, without the graphs {format_bytes(without)}"
+    names = " and ".join(one.name.partition("[")[0] for one in kept)
+    yield Finding(
+        cause="graphs",
+        what=f"{names} keeps the graphs of all steps, so memory fills up",
+        evidence=evidence,
+        mend="keep loss.item(), or loss.detach(); no retain_graph=True where backward runs once",
+        gain=gain or Interval(median=1.0, low=1.0, high=1.0, samples=1),
+        measured=gain is not None,
+        line=kept[0].line,
+    )
+
+
+def _memory_notes(seen: Observation) -> Iterator[str]:
+    memory = seen.memory
+    if memory is None:
+        return
+    at = f" ({memory.peak_line})" if memory.peak_line else ""
+    yield f"memory: {format_bytes(memory.peak_bytes)} at the most, in {PARTS[memory.peak_part]}{at}"
+    more = memory.peak_bytes - memory.training_bytes
+    if memory.peak_part in ("saving", "evaluation") and more >= max(
+        LEAST_MORE_BYTES, MORE_SHARE * memory.training_bytes
+    ):
+        yield f"{memory.peak_part} takes {format_bytes(more)} more than the steps themselves: it sets what must fit"
+    for one in memory.kept:
+        if not one.graphs or memory.growth_bytes < LEAST_GROWTH_BYTES:
+            kind = "the graph of each step, though little memory" if one.graphs else "tensors of each step"
+            at = f" ({one.line})" if one.line else ""
+            yield f"{one.name.partition('[')[0]} keeps {kind}{at}"
+
+
 def _estimate(cause: str, what: str, evidence: str, mend: str, share: float, line: str | None) -> Finding:
     gain = 1 / (1 - min(share, 0.99))
     interval = Interval(median=gain, low=gain, high=gain, samples=1)
@@ -281,6 +332,7 @@ def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding], faile
     known = {one.cause for one in causes if one.measured}
     if known & {"workers", "persistent"}:
         known.add("batches")  # its evidence names that bound
+    known.add("graphs")  # its finding or its note says it
     if known & {"gc", "freeze"}:
         known |= {"gc", "freeze"}
     for trial in tested:
@@ -292,6 +344,7 @@ def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding], faile
             if gain is None
             else f"{trial.suspect.key} was tried: {gain.median:.2f} times as fast ({gain.low:.2f} to {gain.high:.2f})"
         )
+    said += _memory_notes(seen)
     if seen.facts.graph_breaks:
         said.append(f"torch.compile has graph breaks: {'; '.join(seen.facts.graph_breaks)}")
     if answer.refused:

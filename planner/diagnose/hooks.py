@@ -64,6 +64,9 @@ class Hooks:
         clock: Gets the times.
         sandbox: Says where saves go.
         on_step: Is called at the end of each step.
+
+    Attributes:
+        kept: Names of the user's that keep graphs; `cut`: take them off after each step, since these lengths.
     """
 
     def __init__(self, clock: Clock, sandbox: Sandbox, on_step: Callable[[], None]) -> None:
@@ -72,6 +75,8 @@ class Hooks:
         self.anchor: torch.optim.Optimizer | None = None
         self.loaders = LoaderHooks(clock)
         self.modules = ModuleHooks(clock, self.is_trained, self.loaders.note_training)
+        self.kept: tuple[str, ...] = ()
+        self.cut: dict[str, int] | None = None
         self._trained: set[int] | None = None
         self._missed = 0
         self._depth = 0

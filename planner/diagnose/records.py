@@ -32,7 +32,8 @@ class PartTime(Record):
     """One part of the steps that were looked at.
 
     `seconds`, `low` and `high` are the mean, the 10th and the 90th percentile over the steps; `events` are the steps
-    that hold 80 % of it; `line` is the line of the user's code where most of it was spent, as `train.py:12`.
+    that have it, `every` the steps from one of them to the next; `line` is the line of the user's code where most of it
+    was spent, as `train.py:12`.
     """
 
     part: Part
@@ -41,6 +42,7 @@ class PartTime(Record):
     high: float
     share: float
     events: int
+    every: int = 1
     line: str | None = None
 
 
@@ -65,6 +67,27 @@ class LoaderFacts(Record):
     make_s: float | None = None
     collate_s: float | None = None
     make_line: str | None = None
+
+
+class Kept(Record):
+    """A name of the user's that keeps tensors from step to step, the line that adds to it, and whether with graphs."""
+
+    name: str
+    line: str | None
+    graphs: bool
+
+
+class MemoryFacts(Record):
+    """Memory over the steps, in bytes: of the host, or of what tensors hold on a CUDA device."""
+
+    peak_bytes: int
+    peak_part: Part
+    peak_line: str | None
+    training_bytes: int
+    """The most in forward, backward and the optimizer."""
+    growth_bytes: float
+    """What a step adds."""
+    kept: tuple[Kept, ...] = ()
 
 
 class Facts(Record):
@@ -100,6 +123,7 @@ class Observation(Record):
     mean_s: float
     parts: tuple[PartTime, ...]
     facts: Facts
+    memory: MemoryFacts | None = None
 
     def share(self, part: Part) -> float:
         """Of the time, in a part."""
@@ -131,6 +155,8 @@ class SwitchTrial(Record):
 
     suspect: Suspect
     pairs: tuple[tuple[float, float], ...] = ()
+    grew: tuple[tuple[float, float], ...] = ()
+    """Bytes that a step added, as it is and without the cause; only where the cause is memory."""
     why_not: str | None = None
     """Why there are no, or not enough, pairs."""
 

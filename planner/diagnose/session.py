@@ -6,6 +6,7 @@ needed. Blocks of a pair lie side by side in the order A-B-B-A, the first drawn,
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -19,11 +20,14 @@ import torch
 
 from autoplan.planner.diagnose.clock import Clock, LineSampler, Step
 from autoplan.planner.diagnose.hooks import Hooks, sync_lines, worst_line
+from autoplan.planner.diagnose.memory import MemoryMeter, cut_graphs, find_kept, growth_bytes, sizes_of_names
 from autoplan.planner.diagnose.records import (
     PARTS,
     Answer,
     Facts,
+    Kept,
     LoaderFacts,
+    MemoryFacts,
     Observation,
     PartTime,
     Request,
@@ -95,6 +99,7 @@ class Session:
         self._began = time.monotonic()
         self._steps = 0
         self._random = random.Random(request.seed)
+        self._meter = MemoryMeter()
         self._clock_is_open = False
         self._course = self._run()
         next(self._course)
@@ -107,6 +112,8 @@ class Session:
     def on_step(self) -> None:
         """The end of an optimizer step of the script."""
         self._steps += 1
+        if self.hooks.cut is not None:
+            cut_graphs(self.hooks.kept, self.hooks.cut)
         if self._clock_is_open:
             try:
                 self._course.send(self.clock.close())
@@ -145,6 +152,8 @@ class Session:
             seen = yield from self._look()
         if self.request.trace is not None:
             yield from self._trace(self.request.trace)
+        kept = seen.memory.kept if seen.memory else ()
+        self.hooks.kept = tuple(one.name for one in kept if one.graphs)
         suspects = [one for one in find_suspects(seen) if one.key not in self.request.without]
         for place, suspect in enumerate(suspects):
             yield from self._try(suspect, seen, self.left_s / (len(suspects) - place))
@@ -157,7 +166,8 @@ class Session:
         self.clock.forget()
         self.hooks.loaders.restart()
         self.hooks.modules.anomaly = False
-        sampler, began, compiled = LineSampler(self.clock), time.monotonic(), compile_seconds()
+        sampler, began, compiled = LineSampler(self.clock, self._meter.read_bytes), time.monotonic(), compile_seconds()
+        memory, sizes = [self._meter.read_bytes()], sizes_of_names()
         throttled = read_throttling(cpu_stat_path())[1]
         sampler.start()
         steps: list[Step] = []
@@ -166,6 +176,8 @@ class Session:
             facts = self._facts(len(steps), (compile_seconds() - compiled) / len(steps))
             stopped = (read_throttling(cpu_stat_path())[1] - throttled) / (time.monotonic() - began)
             seen = observe(steps, facts.model_copy(update={"throttled": stopped}), self.clock, sampler)
+            kept = find_kept(sizes, len(steps))
+            seen = seen.model_copy(update={"memory": memory_facts(memory, sampler, kept)})
             self.keep(observation=seen)
             return seen
 
@@ -177,6 +189,7 @@ class Session:
                 least_s = max(most_s / 4, min(LEAST_LOOK_S, most_s)) if share == LOOK_SHARE else most_s
                 while len(steps) < MOST_LOOK_STEPS:
                     steps.append((yield))
+                    memory.append(self._meter.read_bytes())
                     spent = time.monotonic() - began
                     if spent >= least_s and len(steps) >= (LOOK_STEPS if spent <= most_s else LEAST_LOOK_STEPS):
                         break
@@ -272,30 +285,35 @@ class Session:
                 break
             order = (True, False) if first ^ bool(number % 2) else (False, True)
             took: dict[bool, float] = {}
+            grew: dict[bool, float] = {}
             for removed in order:
-                took[removed] = yield from self._block(suspect, removed, steps)
+                took[removed], grew[removed] = yield from self._block(suspect, removed, steps)
             trial = trial.model_copy(update={"pairs": (*trial.pairs, (took[False], took[True]))})
+            if suspect.switch == "graphs":
+                trial = trial.model_copy(update={"grew": (*trial.grew, (grew[False], grew[True]))})
             self._note(trial)
             if is_slower(trial):
                 self._note(trial.model_copy(update={"why_not": "it was slower"}))
                 break
+        self.hooks.modules.forget()
 
     def _block(self, suspect: Suspect, removed: bool, steps: int) -> Course:
-        """Seconds of a step in a block of them."""
+        """Seconds of a step in a block of them, and the bytes that a step adds."""
         undo = remove(self.hooks, suspect) if removed else None
         self.answer = self.answer.model_copy(update={"active": suspect.key if removed else None})
         for _ in range(suspect.settle if removed else suspect.settle_back):
             yield
         synchronize()
-        began = time.perf_counter()
+        before, began = self._meter.read_bytes(), time.perf_counter()
         for _ in range(steps):
             yield
         synchronize()
         seconds = (time.perf_counter() - began) / steps
+        grew = (self._meter.read_bytes() - before) / steps
         if undo is not None:
             undo()
         self.answer = self.answer.model_copy(update={"active": None})
-        return seconds
+        return seconds, grew
 
     def _note(self, trial: SwitchTrial) -> None:
         others = [one for one in self.answer.trials if one.suspect.key != trial.suspect.key]
@@ -319,7 +337,9 @@ def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler)
     whole = statistics.fmean(step.seconds for step in steps)
     parts = []
     for part in PARTS:
-        own = sorted(max(0.0, step.parts.get(part, 0.0)) for step in steps)
+        own = [max(0.0, step.parts.get(part, 0.0)) for step in steps]
+        events, every = steps_with(own)
+        own.sort()
         mean = statistics.fmean(own)
         if mean > 0:
             line = worst_line(clock, part) or (sampler.line_of(part) if part in ("loop", "loss", "data") else None)
@@ -329,7 +349,8 @@ def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler)
                 low=own[len(own) // 10],
                 high=own[-1 - len(own) // 10],
                 share=mean / whole,
-                events=steps_with(own),
+                events=events,
+                every=every,
                 line=sampler.line_of(part) or line if part == "data" else line,
             )
             parts.append(found)
@@ -342,14 +363,35 @@ def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler)
     )
 
 
-def steps_with(seconds: list[float]) -> int:
-    """The fewest steps that hold MOST_OF_IT of a part's time: what is seldom and long counts."""
-    held, wanted = 0.0, MOST_OF_IT * sum(seconds)
-    for count, one in enumerate(sorted(seconds, reverse=True), 1):
-        held += one
+def memory_facts(samples: list[int], sampler: LineSampler, kept: list[Kept]) -> MemoryFacts | None:
+    """From the memory at the ends of steps, and the peaks of parts."""
+    if not sampler.peaks:
+        return None
+    part = max(sampler.peaks, key=lambda one: sampler.peaks[one][0])
+    training = [sampler.peaks[one][0] for one in ("forward", "loss", "backward", "optimizer") if one in sampler.peaks]
+    return MemoryFacts(
+        peak_bytes=sampler.peaks[part][0],
+        peak_part=part,
+        peak_line=sampler.peaks[part][1],
+        training_bytes=max(training, default=0),
+        growth_bytes=growth_bytes(samples),
+        kept=tuple(kept),
+    )
+
+
+def steps_with(seconds: list[float]) -> tuple[int, int]:
+    """(how many steps have a part, steps from one to the next): those that hold MOST_OF_IT of its time, and their like.
+
+    What is seldom and long counts: of one step alone the distance is that of all steps.
+    """
+    held, wanted, least = 0.0, MOST_OF_IT * sum(seconds), 0.0
+    for least in sorted(seconds, reverse=True):
+        held += least
         if held >= wanted:
-            return count
-    return len(seconds)
+            break
+    places = [place for place, one in enumerate(seconds) if one >= least / 2 and one > 0]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(places)]
+    return len(places), round(statistics.median(gaps)) if gaps else len(seconds)
 
 
 def synchronize() -> None:

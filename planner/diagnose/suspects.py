@@ -18,6 +18,9 @@ LEAST_OPTIMIZER = 0.05
 LEAST_BF16 = 1.3
 """A product that is less faster than this in bf16 gains nothing in a whole step: casts cost some."""
 
+LEAST_GROWTH_BYTES = 1 << 18
+"""A step that adds less fills no memory soon: 256 KiB is 2.6 GB after 10,000 steps."""
+
 EACH_STEP = 0.6
 """A part that so many of the steps hold (`steps_with`) is one of each step."""
 
@@ -87,7 +90,7 @@ def _of_parts(seen: Observation) -> list[Suspect]:
     for one in seen.parts:
         for part, switch in names:
             if one.part == part and one.share >= LEAST_SHARE:
-                cycle = 1 if one.events >= EACH_STEP * seen.steps else math.ceil(seen.steps / max(1, one.events))
+                cycle = 1 if one.events >= EACH_STEP * seen.steps else one.every
                 less = 0.001 if switch == "gc" else 0.0  # after the one that keeps a collector
                 found.append(Suspect(switch=switch, part=part, worth=one.share - less, cycle=cycle))
     return found
@@ -112,4 +115,7 @@ def _of_process(seen: Observation) -> list[Suspect]:
     if facts.bf16_gain is not None and facts.bf16_gain >= LEAST_BF16:
         products = seen.share("forward") + seen.share("backward")
         found.append(Suspect(switch="bf16", part="forward", worth=products * (1 - 1 / facts.bf16_gain) / 2))
+    memory = seen.memory
+    if memory is not None and memory.growth_bytes >= LEAST_GROWTH_BYTES and any(one.graphs for one in memory.kept):
+        found.append(Suspect(switch="graphs", part="loop", worth=LEAST_SHARE))
     return [one for one in found if one.worth >= LEAST_SHARE / 2]

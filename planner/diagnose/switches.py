@@ -25,12 +25,7 @@ def remove(hooks: Hooks, suspect: Suspect) -> Undo:
 def _skip(part: str) -> Callable[[Hooks, int], Undo]:
     def switch(hooks: Hooks, setting: int) -> Undo:
         hooks.clock.skipped.add(part)
-
-        def undo() -> None:
-            hooks.clock.skipped.discard(part)
-            hooks.modules.forget()
-
-        return undo
+        return lambda: hooks.clock.skipped.discard(part)
 
     return switch
 
@@ -122,6 +117,15 @@ def _anomaly(hooks: Hooks, setting: int) -> Undo:
     return undo
 
 
+def _graphs(hooks: Hooks, setting: int) -> Undo:
+    hooks.cut = {}
+
+    def undo() -> None:
+        hooks.cut = None
+
+    return undo
+
+
 SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
     "batches": _flag("loaders", "replay"),
     "workers": _workers,
@@ -136,6 +140,7 @@ SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
     "padding": _flag("loaders", "crop"),
     "needless_gradients": _needless,
     "anomaly": _anomaly,
+    "graphs": _graphs,
     "bf16": _flag("modules", "autocast"),
 }
 """By name: what removes a cause, given the setting of the suspect."""

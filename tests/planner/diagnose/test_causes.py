@@ -82,6 +82,24 @@ def test_no_net_of_two_optimizers_is_taken_for_one_that_nobody_trains() -> None:
     assert not any("needless" in text for text in (*(one.cause for one in found.findings), *found.notes)), found
 
 
+def test_graphs_that_are_kept_are_named_with_their_line_and_the_memory_without_them() -> None:
+    found = diagnose("keeps_graphs.py")
+    (one,) = [one for one in found.findings if one.cause == "graphs"]
+    assert (
+        one.what.startswith("history keeps")
+        and one.line == "keeps_graphs.py:16"
+        and "without the graphs" in one.evidence
+    )
+
+
+def test_an_evaluation_that_takes_the_most_memory_and_outputs_that_are_kept_are_said() -> None:
+    found = diagnose("memory.py")
+    notes = " ".join(found.notes)
+    assert "at the most, in evaluation (memory.py:20)" in notes and "evaluation takes" in notes
+    assert "outputs keeps tensors of each step (memory.py:16)" in notes
+    assert found.findings[0].cause == "evaluation" and not any(one.cause == "graphs" for one in found.findings)
+
+
 def test_a_trainer_that_saves_each_step(tmp_path: Path) -> None:
     found = diagnose("trainer.py", tmp_path, budget=60.0)
     assert found.findings[0].cause == "saving" and found.findings[0].measured
