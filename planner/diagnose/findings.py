@@ -281,6 +281,7 @@ def _of_memory(answer: Answer, seen: Observation) -> Iterator[Finding]:
         if without > as_is / 2:
             return  # something else grows
         evidence = f"each step adds {format_bytes(as_is)} of memory, without the graphs {format_bytes(without)}"
+    kept = [one for one in kept if not one.is_sum] or kept
     names = " and ".join(one.name.partition("[")[0] for one in kept)
     yield Finding(
         cause="graphs",

@@ -113,19 +113,18 @@ def find_kept(before: dict[tuple[str, str], int], steps: int) -> list[Kept]:
     """Names that got tensors since, in at least half of so many steps."""
     found: list[Kept] = []
     seen: set[int] = set()
-    names = names_of_user()
-    containers_first = sorted(names.items(), key=lambda one: isinstance(one[1].value, torch.Tensor))
-    for key, now in containers_first:
+    for key, now in names_of_user().items():
         then = before.get(key)
         if then is None or now.size - then < max(2, EACH * steps) or id(now.value) in seen:
             continue
         new = now.tensors(then)
-        if not new or (isinstance(now.value, torch.Tensor) and any(one.graphs for one in found)):
-            continue  # a mean of the losses that a list keeps reaches their graphs
+        if not new:
+            continue
         seen.add(id(now.value))
         graphs = any(one.grad_fn is not None for one in new)
         line = line_that_grows(now.file, now.name)
-        found.append(Kept(name=now.name, line=line, graphs=graphs))
+        is_sum = isinstance(now.value, torch.Tensor)
+        found.append(Kept(name=now.name, line=line, graphs=graphs, is_sum=is_sum))
     return found
 
 

@@ -70,11 +70,15 @@ class LoaderFacts(Record):
 
 
 class Kept(Record):
-    """A name of the user's that keeps tensors from step to step, the line that adds to it, and whether with graphs."""
+    """A name of the user's that keeps tensors from step to step, the line that adds to it, and whether with graphs.
+
+    `is_sum`: it is a tensor whose graph grows. A mean of the losses that a list keeps is one too.
+    """
 
     name: str
     line: str | None
     graphs: bool
+    is_sum: bool
 
 
 class MemoryFacts(Record):

@@ -69,6 +69,9 @@ STILL_WAITS = 0.25
 SLOWER = 1.25
 """Steps that are so many times slower without a cause in two pairs, or twice as many in one, end its trial."""
 
+STALLED = 4
+"""A block that takes so many times as long as it should ends: more threads than free cores take ten times as long."""
+
 Course = Generator[None, Step, Any]
 
 
@@ -287,7 +290,7 @@ class Session:
             took: dict[bool, float] = {}
             grew: dict[bool, float] = {}
             for removed in order:
-                took[removed], grew[removed] = yield from self._block(suspect, removed, steps)
+                took[removed], grew[removed] = yield from self._block(suspect, removed, steps, seen.mean_s)
             trial = trial.model_copy(update={"pairs": (*trial.pairs, (took[False], took[True]))})
             if suspect.switch == "graphs":
                 trial = trial.model_copy(update={"grew": (*trial.grew, (grew[False], grew[True]))})
@@ -297,7 +300,7 @@ class Session:
                 break
         self.hooks.modules.forget()
 
-    def _block(self, suspect: Suspect, removed: bool, steps: int) -> Course:
+    def _block(self, suspect: Suspect, removed: bool, steps: int, step_s: float) -> Course:
         """Seconds of a step in a block of them, and the bytes that a step adds."""
         undo = remove(self.hooks, suspect) if removed else None
         self.answer = self.answer.model_copy(update={"active": suspect.key if removed else None})
@@ -305,11 +308,13 @@ class Session:
             yield
         synchronize()
         before, began = self._meter.read_bytes(), time.perf_counter()
-        for _ in range(steps):
+        done = 0
+        while done < steps and (done == 0 or time.perf_counter() - began < STALLED * steps * step_s):
             yield
+            done += 1
         synchronize()
-        seconds = (time.perf_counter() - began) / steps
-        grew = (self._meter.read_bytes() - before) / steps
+        seconds = (time.perf_counter() - began) / done
+        grew = (self._meter.read_bytes() - before) / done
         if undo is not None:
             undo()
         self.answer = self.answer.model_copy(update={"active": None})
