@@ -107,7 +107,8 @@ def run_probes(
     kind = pick_device(profile, device)
     if budget_s is None or brief:
         budget_s = BRIEF_BUDGET_S if brief else default_budget_s(kind)
-    path = cache_path(profile.fingerprint, kind, cache_dir)
+    layout = "" if zygote is None or not zygote.layout else f"-{zygote.layout}"  # of nodes: collectives are others
+    path = cache_path(profile.fingerprint + layout, kind, cache_dir)
     ranks = 1 if brief else collective_ranks or default_ranks(profile, kind)
     cached, problem = load_cached(path)
     if not fresh and cached is not None and cached.probed_s >= budget_s:

@@ -91,7 +91,7 @@ def cause_of(report: ProcessReport) -> Cause | None:
             return Cause.LIMIT
         case Ended.ZYGOTE_LOST:
             return Cause.LIMIT if report.kernel_oom_kills else Cause.OUTSIDE
-        case Ended.NOT_STARTED:
+        case Ended.NOT_STARTED | Ended.NODE_LOST:
             return Cause.OUTSIDE
         case Ended.RANK_FAILED:
             return _cause_of_rank(report)
@@ -208,7 +208,7 @@ def run_again(
         if len(lost) > MAX_RETRIES or (left is not None and left < max(LEAST_LEFT_S, report.seconds)):
             return Runs(report=report, lost=tuple(lost), settled=False)
         if report.left_behind or report.ended is Ended.NOT_STARTED:
-            zygote.close()
+            zygote.renew()
         for rank in report.ranks:
             if rank.error is not None:
                 remove_cut_off(rank.error)

@@ -75,6 +75,8 @@ class Zygote:
         self._output: IO[bytes] | None = None
         self._marker = ""
         self._busy = threading.Lock()
+        self.layout = ""
+        """NODESxRANKS where its tasks run on several nodes (nodes.py)."""
         self.preload_errors: dict[str, str] = {}
         self.threads = 0
         """Threads of the zygote after its imports; idle ones of numpy's BLAS end themselves at a fork."""
@@ -138,6 +140,13 @@ class Zygote:
             except subprocess.TimeoutExpired:
                 pass
         self._discard()
+
+    def await_nodes(self) -> None:
+        """Waits for the other nodes, where there are any (nodes.py)."""
+
+    def renew(self) -> None:
+        """Ends the zygote; the next task starts another."""
+        self.close()
 
     def run(self, task: Task, *, on_progress: Callable[[Progress], None] | None = None) -> ProcessReport:
         """Runs a task to its end, whatever that is.
@@ -359,6 +368,7 @@ def _make_request(task: Task, directory: Path, requested_at: float) -> Request:
         memory_limit_bytes=task.memory_limit_bytes,
         env=dict(task.env),
         independent=task.independent,
+        placement=task.placement,
         requested_at=requested_at,
         cwd=os.getcwd(),
         sys_path=list(map(str, sys.path)),

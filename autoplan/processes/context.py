@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoplan.processes import linux
 from autoplan.processes.files import rank_file, write_json
-from autoplan.processes.task import FIRST_PHASE
+from autoplan.processes.task import FIRST_PHASE, Placement
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -23,19 +24,23 @@ class RankContext:
         self,
         *,
         rank: int,
+        local_rank: int,
         world_size: int,
         directory: Path,
         store_port: int,
         listen_fd: int | None,
         requested_at: float,
+        placement: Placement | None = None,
     ) -> None:
         self.rank = rank
-        self.local_rank = min(rank, world_size - 1)  # of independent processes each is alone on its devices
+        self.local_rank = min(local_rank, world_size - 1)  # of independent processes each is alone on its devices
         self.world_size = world_size
         self.directory = directory
-        self.master_addr = "127.0.0.1"
+        self.master_addr = "127.0.0.1" if placement is None else placement.master_addr
         self.store_port = self.master_port = store_port
         """Bound and listening since before the first rank was started, so no other process can take it."""
+        self._interface = None if placement is None else linux.interface_of(placement.local_addr)
+        self._number = local_rank
         self._listen_fd = listen_fd
         self._requested_at = requested_at
         self._store: Store | None = None
@@ -70,7 +75,7 @@ class RankContext:
         Args:
             result: Anything JSON can hold, or a pydantic model.
         """
-        write_json(rank_file(self.directory, self.rank, "result.json"), {"result": result})
+        write_json(rank_file(self.directory, self._number, "result.json"), {"result": result})
         self._reported = True
 
     def init_process_group(self, backend: str, timeout_s: float) -> None:
@@ -88,7 +93,10 @@ class RankContext:
         import torch.distributed as dist
 
         timeout = timedelta(seconds=timeout_s)
-        if Path("/sys/class/net/lo").exists():
+        if self._interface is not None:
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", self._interface)
+        elif Path("/sys/class/net/lo").exists():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may resolve to nothing
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
             self.master_addr,
@@ -133,4 +141,4 @@ class RankContext:
             "phases": self._phases,
             "facts": self._facts,
         }
-        write_json(rank_file(self.directory, self.rank, "heartbeat.json"), beat)
+        write_json(rank_file(self.directory, self._number, "heartbeat.json"), beat)

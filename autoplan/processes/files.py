@@ -11,7 +11,7 @@ from autoplan.files import replace_file
 from autoplan.processes import linux
 from autoplan.text import all_writable
 
-_KINDS = ("heartbeat.json", "result.json", "error.json", "stdout", "stderr")
+KINDS = ("heartbeat.json", "result.json", "error.json", "stdout", "stderr")
 _TAIL_BYTES = 16_384
 _OUTPUT_LIMIT_BYTES = 16 << 20
 _OUTPUT_KEPT_BYTES = 1 << 20
@@ -27,13 +27,13 @@ def rank_file(directory: Path, rank: int, kind: str) -> Path:
         rank: Whose file.
         kind: "heartbeat.json", "result.json", "error.json", "stdout" or "stderr".
     """
-    assert kind in _KINDS, kind
+    assert kind in KINDS, kind
     return directory / f"rank{rank}.{kind}"
 
 
 def clear_rank_files(directory: Path) -> None:
     """Removes what an earlier task left, so that it cannot be taken for this task's."""
-    for kind in _KINDS:
+    for kind in KINDS:
         for path in directory.glob(f"rank*.{kind}"):
             path.unlink(missing_ok=True)
 

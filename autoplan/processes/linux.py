@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import resource
 import select
 import signal
+import socket
+import struct
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +21,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 # <linux/falloc.h>
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
+
+# <linux/sockios.h>
+_SIOCGIFADDR = 0x8915
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -236,3 +242,18 @@ def signal_quietly(pid: int, number: int, *, group: bool = False) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address, as collectives want it named; None if none has it."""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:  # netdevice(7): the name, and 16 bytes later the address
+                found = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None

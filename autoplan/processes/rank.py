@@ -25,7 +25,7 @@ from autoplan.processes.task import Request
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSpec:
-    """What a rank gets from the supervisor, apart from the payload."""
+    """What a rank gets from the supervisor, apart from the payload. `rank` is its number on this node."""
 
     request: Request
     rank: int
@@ -37,7 +37,14 @@ class RankSpec:
     @property
     def world_size(self) -> int:
         """Of independent processes each is alone."""
+        if self.request.placement is not None:
+            return self.request.placement.world_size
         return 1 if self.request.independent else self.request.ranks
+
+    @property
+    def global_rank(self) -> int:
+        """Its number among the ranks of all nodes."""
+        return self.rank + (0 if self.request.placement is None else self.request.placement.first_rank)
 
     def file(self, kind: str) -> Path:
         """One of the rank's files."""
@@ -104,8 +111,9 @@ def _rank_env(spec: RankSpec) -> dict[str, str]:
     Trainer, which a user's function may make, would else look for the other ranks."""
     if spec.world_size == 1:
         return spec.request.env
-    ranks = {"RANK": spec.rank, "LOCAL_RANK": spec.rank}
-    sizes = {"WORLD_SIZE": spec.world_size, "LOCAL_WORLD_SIZE": spec.world_size}
+    ranks = {"RANK": spec.global_rank, "LOCAL_RANK": spec.rank}
+    local_size = spec.world_size if spec.request.placement is None else spec.request.ranks
+    sizes = {"WORLD_SIZE": spec.world_size, "LOCAL_WORLD_SIZE": local_size}
     return {**{name: str(value) for name, value in (ranks | sizes).items()}, **spec.request.env}
 
 
@@ -117,12 +125,14 @@ def _call_target(spec: RankSpec, payload: bytes) -> int:
     os.environ.update(_rank_env(spec))
     _reopen_streams()
     context = RankContext(
-        rank=spec.rank,
+        rank=spec.global_rank,
+        local_rank=spec.rank,
         world_size=spec.world_size,
         directory=Path(request.directory),
         store_port=spec.store_port,
         listen_fd=spec.listen_fd,
         requested_at=request.requested_at,
+        placement=request.placement,
     )
     try:
         target, args = _load_target(request.target, payload)

@@ -33,6 +33,8 @@ class Ended(StrEnum):
     """The caller asked for the end."""
     ZYGOTE_LOST = "zygote_lost"
     """The zygote died or fell silent; the ranks were killed with it."""
+    NODE_LOST = "node_lost"
+    """A node of several is gone, or there were too few; the ranks on the others were ended."""
     NOT_STARTED = "not_started"
     """The machine had no process, descriptor or port to give: the ranks could not be started."""
 
@@ -103,7 +105,7 @@ class ProcessReport(Record):
     phase_seconds: dict[str, float]
     """Seconds in each phase, of `failed_rank` or else rank 0."""
     trouble: str = ""
-    """Why the ranks could not be started, where they could not."""
+    """Why the ranks could not be started, or which node was lost."""
 
     @property
     def first_failure(self) -> RankReport | None:
@@ -143,6 +145,8 @@ class ProcessReport(Record):
                 return f"{_describe_end(failure)} {where}"
             case Ended.ZYGOTE_LOST:
                 return f"the process that starts the trials was lost {where}"
+            case Ended.NODE_LOST:
+                return f"{self.trouble} {where}"
             case Ended.NOT_STARTED:
                 return f"no process could be started: {self.trouble}"
             case _:

@@ -34,7 +34,7 @@ _KILL_WAIT_S = 10.0
 
 # A rank killed by a signal is the cause; a peer's exception (connection reset) within this time is the effect. But for
 # SIGABRT, with which a peer's own watchdog ends it.
-_EFFECT_WITHIN_S = 1.0
+EFFECT_WITHIN_S = 1.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -149,14 +149,19 @@ class Supervisor:
             OSError: the machine has no process, descriptor or port to give.
         """
         request = self._request
-        with socket.create_server(("127.0.0.1", 0), backlog=max(128, request.ranks)) as listener:
+        place = request.placement
+        first = place is None or place.first_rank == 0
+        here = ("127.0.0.1", 0) if place is None or not first else (place.master_addr, place.master_port)
+        with socket.create_server(here, backlog=max(128, request.ranks if place is None else place.world_size)) as (
+            listener
+        ):
             for rank in range(request.ranks):
                 spec = RankSpec(
                     request=request,
                     rank=rank,
                     zygote_pid=os.getpid(),
-                    store_port=listener.getsockname()[1],
-                    listen_fd=listener.fileno() if rank == 0 and not request.independent else None,
+                    store_port=listener.getsockname()[1] if place is None else place.master_port,
+                    listen_fd=listener.fileno() if first and rank == 0 and not request.independent else None,
                     data_limit_bytes=self._data_limit_bytes,
                 )
                 self._ranks.append(self._fork(spec, listener.fileno()))
@@ -251,7 +256,7 @@ class Supervisor:
     def _failed_at(self, state: RankState) -> float:
         assert state.ended_at is not None
         if state.signal not in (None, signal.SIGABRT):
-            return state.ended_at - _EFFECT_WITHIN_S
+            return state.ended_at - EFFECT_WITHIN_S
         written = read_json(rank_file(self._directory, state.rank, "error.json"))
         return state.ended_at if written is None else float(written["at"])
 

@@ -14,6 +14,19 @@ ANY_PHASE = "*"
 FIRST_PHASE = "start"
 
 
+class Placement(Record):
+    """Which ranks of a world over several nodes are a node's, and where all of them meet."""
+
+    first_rank: int
+    """Of the node's ranks, which follow each other."""
+    world_size: int
+    master_addr: str
+    """Of the first node, which serves torch's store."""
+    master_port: int
+    local_addr: str
+    """Of this node, in the same network: collectives use its interface."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """A function to run in one or more ranks, with the limits it runs under.
@@ -44,6 +57,8 @@ class Task:
     """The ranks have nothing to do with each other: each is a plain single process (`world_size` 1, its number is
     `context.rank`), and one that fails ends none of the others. Such a task has FINISHED once all of them have ended,
     however they did; a deadline, the memory limit or a cancellation still ends all that run."""
+    placement: Placement | None = None
+    """These ranks are a part of a world over several nodes; None: they are all there are."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -63,6 +78,7 @@ class Request(Record):
     memory_limit_bytes: int | None
     env: dict[str, str]
     independent: bool
+    placement: Placement | None = None
     requested_at: float
     cwd: str
     sys_path: list[str]

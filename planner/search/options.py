@@ -7,6 +7,7 @@ the keywords of `autoplan.search` (autoplan/api.py) and the flags of `autoplan s
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ EXIT_CODES: Mapping[str, int] = {
 DeviceName = Literal["cuda", "cpu"]
 Numerics = Literal["kept", "lossy"]
 SamplerName = Literal["autoplan", "tpe", "random"]
+LauncherName = Literal["local", "elastic", "slurm", "ray"]
 ObjectiveName = Literal["throughput", "memory", "cost"]
 
 # The panels of `autoplan search --help`, in their order.
@@ -134,6 +136,13 @@ def _check_storage(value: Any, info: ValidationInfo) -> str | None:
     from autoplan.planner.store.database import check_storage
 
     return None if value is None else check_storage(str(value))
+
+
+def _check_nodes(value: Any, info: ValidationInfo) -> str | None:
+    found = value is None or (isinstance(value, str) and re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d{0,2}", value))
+    if not found:
+        raise UsageError(f"--nodes is {value!r}", hint="It is the nodes and the ranks on each, for example 2x8.")
+    return value
 
 
 def _check_sampler(value: Any, info: ValidationInfo) -> Any:
@@ -309,6 +318,12 @@ class SearchOptions(BaseModel):
         default=None,
         description="Use at most this number of processes (ranks). Default: the number of visible GPUs; 1 on CPU.",
     )
+    launcher: Annotated[LauncherName, Flag(LIMITS, "NAME", "local, elastic, slurm or ray", everyday=False)] = Field(
+        default="local", description="What starts the ranks on --nodes (docs/nodes.md)."
+    )
+    nodes: Annotated[str | None, PlainValidator(_check_nodes), Flag(LIMITS, "NxR", everyday=False)] = Field(
+        default=None, description="With --launcher: N nodes with R ranks each, this one among them: 2x8."
+    )
     max_trials: Annotated[Count, Flag(LIMITS, "N", COUNT, int, everyday=False)] = Field(
         default=None, description="Run at most this number of trials."
     )
@@ -361,6 +376,14 @@ class SearchOptions(BaseModel):
                 f"--min-throughput is {options.min_throughput}, and the objective is {options.objective}",
                 hint="It goes with --objective memory.",
             )
+        if (options.launcher == "local") != (options.nodes is None):
+            given_one = "--launcher" if options.nodes is None else "--nodes"
+            raise UsageError(
+                f"{given_one} was given alone", hint="Give both, for example --launcher slurm --nodes 2x8."
+            )
+        most = options.layout[0] * options.layout[1]
+        if options.nodes is not None and options.nproc is not None and options.nproc > most:
+            raise UsageError(f"--nproc is {options.nproc}, and --nodes {options.nodes} have {most} ranks")
         if options.numerics == "kept":
             refuse_lossy(options.fix, options.bound)
         if "micro_batch" in options.fix:
@@ -377,6 +400,12 @@ class SearchOptions(BaseModel):
             for name, field in cls.model_fields.items()
         }
         return {name: flag for name, flag in found.items() if flag is not None}
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Nodes, and ranks on each; (1, 1) where no nodes were given."""
+        nodes, ranks = (self.nodes or "1x1").split("x")
+        return int(nodes), int(ranks)
 
     @property
     def wanted(self) -> Objective:
@@ -444,6 +473,8 @@ class SearchKeywords(TypedDict, total=False):
     numerics: Numerics
     memory_limit: str | int | None
     nproc: int | None
+    launcher: LauncherName
+    nodes: str | None
     max_trials: int | None
     sampler: SamplerName | optuna.samplers.BaseSampler
     seed: int

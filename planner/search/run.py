@@ -17,6 +17,7 @@ from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.inspection import Means, longest_inspection_s
 from autoplan.planner.search.loading import loading_s, measure_loading
 from autoplan.planner.search.next_work import ALONE, next_work
+from autoplan.planner.search.nodes import make_launcher, open_engine
 from autoplan.planner.search.options import (
     DEFAULT_BUDGET_S,
     BudgetState,
@@ -26,7 +27,6 @@ from autoplan.planner.search.options import (
     SearchResult,
 )
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, make_plan
-from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.session import BudgetOver, Session, make_model
 from autoplan.planner.search.setup import SearchContext, Target, begin_search, find_target, prepare_search, trace_more
 from autoplan.planner.search.state import plain_needs_s, read_state
@@ -67,6 +67,7 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
     from autoplan.probes.run import read_host_profile
 
     observer = observer or SearchObserver()
+    engine = open_engine(options)
     if options.out is not None and not options.dry_run:
         check_out(Path(options.out))
     profile = read_host_profile()
@@ -74,7 +75,7 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
     devices = device_names(profile, target.device, target.nproc)
     if options.dry_run:
         with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
-            return _dry_run(options, observer)
+            return _dry_run(options, observer, make_launcher(options, profile, engine, observer.on_note))
     identity = study_identity(
         options.spec,
         profile.fingerprint if options.storage is None else profile.kind,
@@ -82,6 +83,7 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
         fix=options.fix,
         bound=options.bound,
         nproc=target.nproc,
+        nodes=options.nodes,
         memory_limit_bytes=target.given_limit_bytes,
         objective=_identity_of(options.wanted),
         numerics=options.numerics,
@@ -110,7 +112,8 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
             with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
                 store.start_clock()
                 observer.on_budget(run.budget())
-                return _to_its_end(run, lambda: _search(run))
+                launcher = make_launcher(options, profile, engine, observer.on_note)
+                return _to_its_end(run, lambda: _search(run, launcher))
         except KeyboardInterrupt:
             return answer.interrupted(run)  # while it waited
 
@@ -140,10 +143,10 @@ def _summary(options: SearchOptions, target: Target, fingerprint: str) -> dict[s
     }
 
 
-def _dry_run(options: SearchOptions, observer: SearchObserver) -> SearchResult:
+def _dry_run(options: SearchOptions, observer: SearchObserver, launcher: Zygote) -> SearchResult:
     """The space with predicted memory and time; runs no trial."""
     began = time.monotonic()
-    with Zygote(preload=preload_for(options.spec)) as zygote:
+    with launcher as zygote:
         context = prepare_search(
             Means(
                 options=options,
@@ -162,10 +165,10 @@ def _dry_run(options: SearchOptions, observer: SearchObserver) -> SearchResult:
     )
 
 
-def _search(run: SearchRun) -> SearchResult:
+def _search(run: SearchRun, launcher: Zygote) -> SearchResult:
     """The search itself, from the setup to its end."""
     store = run.store
-    with Zygote(preload=preload_for(run.options.spec)) as zygote:
+    with launcher as zygote:
         began_s = store.spent_s
         means = Means(
             options=run.options,
@@ -184,6 +187,7 @@ def _search(run: SearchRun) -> SearchResult:
         run.context = context
         if not context.candidates:
             return answer.nothing_fits(run, context)
+        zygote.await_nodes()
         run.session = _open_session(run, context, zygote)
         return _find(run, run.session)
 
@@ -245,6 +249,11 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
         if not trial.is_repeat:
             model.observe(trial)
         run.observer.on_trial_finished(trial, session.best, session.budget())
+    if options.nodes is not None:
+        nodes, ranks = options.layout
+        session.note(
+            f"measured on {nodes} nodes like this one, with up to {ranks} rank(s) on each ({options.launcher})"
+        )
     if store.trials:
         session.note(f"resumed: {len(store.trials)} finished trial(s) of an earlier run are not repeated")
     return session

@@ -160,6 +160,8 @@ def begin_search(means: Means) -> SearchContext:
     memory_limit, host_limit = limits(
         now, target.device, target.given_limit_bytes, ranks=target.nproc, measured=hardware
     )
+    if target.device == "cpu":  # of all ranks together; each node holds its own to host_limit
+        memory_limit *= options.layout[0]
     observer.on_hardware(hardware, memory_limit)
     profile = _trace(means, hardware, target.device, facts, host_limit, _variants(facts, space.candidates))
     context = SearchContext(
@@ -445,7 +447,9 @@ def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
 
     device = pick_device(hardware, options.device)
     gpus = sum(found.type == "cuda" for found in hardware.devices) if device == "cuda" else 0
-    nproc = max(1, gpus) if options.nproc is None else options.nproc
+    nodes, ranks = options.layout
+    here = max(1, gpus) if options.nodes is None else nodes * ranks
+    nproc = here if options.nproc is None else options.nproc
     limit = options.memory_limit_bytes(_least(hardware, device, nproc, "memory_total_bytes"))
     return Target(device=device, nproc=nproc, given_limit_bytes=limit)
 

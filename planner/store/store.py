@@ -71,6 +71,7 @@ def study_identity(
     fix: Mapping[str, Any],
     bound: Mapping[str, Bound],
     nproc: int,
+    nodes: str | None = None,
     memory_limit_bytes: int | None,
     objective: Mapping[str, Any] | None = None,
     numerics: str = "kept",
@@ -90,6 +91,7 @@ def study_identity(
         "memory_limit_bytes": memory_limit_bytes,
     }
     parts |= {"objective": dict(objective)} if objective else {}  # searches without one had no such key
+    parts |= {"nodes": nodes} if nodes else {}
     if numerics != "kept":  # earlier studies have no such key
         parts["numerics"] = numerics
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

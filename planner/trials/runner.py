@@ -347,6 +347,8 @@ def _verdict(report: ProcessReport) -> Verdict:
             if killed_for_memory(report):
                 return _killed_for_memory(report)
             return Verdict(outcome=Outcome.CRASHED, detail="zygote", reason=report.describe())
+        case Ended.NODE_LOST:
+            return Verdict(outcome=Outcome.CRASHED, detail="node", reason=report.describe())
         case Ended.NOT_STARTED:
             return Verdict(outcome=Outcome.CRASHED, detail="fork", reason=report.describe())
         case Ended.RANK_FAILED:

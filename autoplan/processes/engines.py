@@ -1,0 +1,271 @@
+"""What starts the agents of a search on the other nodes: torch elastic, SLURM, Ray. The search runs on the first node.
+
+- `elastic`: one torchrun on each node starts the same command, as it does for `autoplan run`. The first rank searches,
+  the others are agents, and find it through torchrun's own store. torchrun starts lost ones again (--max-restarts).
+- `slurm`: inside an allocation, one `srun` for each other node of it.
+- `ray`: an actor for each other node of the cluster, with the node's GPUs.
+
+What an agent needs to know goes in its environment or through the engine, never in a command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autoplan.errors import DeviceError, UsageError
+from autoplan.processes import agent
+from autoplan.processes.nodes import Engine
+
+ADDRESS_VARIABLE = "AUTOPLAN_ADDRESS"
+"""The IPv4 address that the other nodes reach this one at, where the engine's own name for it is not that."""
+KEY = "autoplan/planner"
+_STORE_S = 120.0
+_COMMAND = (sys.executable, "-P", "-m", "autoplan.processes.agent")
+
+# Runs in a process of its own: the planner loads no torch. {"host", "port", "key", "value"} come on stdin.
+_STORE = """
+import datetime, json, sys
+from torch.distributed import TCPStore
+asked = json.load(sys.stdin)
+store = TCPStore(asked["host"], asked["port"], is_master=False, timeout=datetime.timedelta(seconds=asked["wait_s"]))
+if asked["value"] is None:
+    sys.stdout.write(store.get(asked["key"]).decode())
+else:
+    store.set(asked["key"], asked["value"])
+"""
+
+
+def own_address(name: str) -> str:
+    """The address of this node: ADDRESS_VARIABLE, else what its name resolves to.
+
+    Raises:
+        DeviceError: the name resolves to nothing.
+    """
+    name = os.environ.get(ADDRESS_VARIABLE) or name
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise DeviceError(
+            f"this node's name {name} has no IPv4 address: {error}", hint=f"Set {ADDRESS_VARIABLE} to its address."
+        ) from error
+
+
+def child_environment(planner: str, token: str) -> dict[str, str]:
+    """The environment of an agent: this one, and where the planner is."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    more = {agent.PLANNER_VARIABLE: planner, agent.TOKEN_VARIABLE: token, "PYTHONPATH": path}
+    return {**os.environ, **more}
+
+
+class Elastic:
+    """torchrun has started this process and the agents.
+
+    Raises:
+        UsageError: this process was not started by torchrun.
+    """
+
+    name = "elastic"
+
+    def __init__(self, gpus_per_node: int = 0) -> None:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+        missing = [name for name in names if name not in os.environ]
+        if missing or os.environ["LOCAL_WORLD_SIZE"] != "1":
+            why = f"{missing[0]} is not set" if missing else "there are several processes on this node"
+            raise UsageError(
+                f"--launcher elastic needs one process of torchrun on each node: {why}",
+                hint="On each node: torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint "
+                "FIRST:29400 -m autoplan search ... --launcher elastic --nodes 2x8",
+            )
+        self.first = os.environ["RANK"] == "0"
+        self._host, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._said = False
+        self._environment = dict(os.environ)
+        agent.forget_launcher(os.environ)  # a trial of one rank is a plain process
+
+    def address(self) -> str:
+        """MASTER_ADDR is this node's own on the first node."""
+        return own_address(self._host)
+
+    def ensure(self, planner: str, token: str) -> None:
+        """Tells the agents where the planner is, once."""
+        if not self._said:
+            self._store(json.dumps([planner, token]))
+            self._said = True
+
+    def serve(self) -> int:
+        """Is an agent of the first node's search, until that ends; returns the exit code."""
+        until = time.monotonic() + agent.CONNECT_S
+        while True:
+            found = json.loads(self._store(None))
+            if found is None:
+                return 0  # the search has ended, and needed no other node
+            try:  # after a restart the store may still name the planner that ended
+                connection = agent.connect(*found)
+            except (OSError, agent.RefusedError) as error:
+                if time.monotonic() > until:
+                    print(f"autoplan: no planner at {found[0]}: {error}", file=sys.stderr)
+                    return 1
+                time.sleep(1.0)
+                continue
+            return agent.serve(connection)
+
+    def close(self) -> None:
+        """Agents end when the planner says so, those too that were never needed; torchrun waits for them."""
+        self._store(json.dumps(None))
+        os.environ.update(self._environment)
+
+    def _store(self, value: str | None) -> str:
+        asked = {"host": self._host, "port": self._port, "key": KEY, "value": value, "wait_s": _STORE_S}
+        command = [sys.executable, "-P", "-c", _STORE]
+        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["(nothing)"])[-1]
+            raise DeviceError(f"the store of torchrun at {self._host}:{self._port} cannot be used: {last}")
+        return done.stdout
+
+
+class Slurm:
+    """This process runs on one node of an allocation; `srun` starts an agent on each other node.
+
+    Raises:
+        UsageError: this is no node of an allocation.
+        DeviceError: srun or scontrol is not installed.
+    """
+
+    name = "slurm"
+
+    def __init__(self, gpus_per_node: int = 0) -> None:
+        if "SLURM_JOB_NODELIST" not in os.environ or "SLURMD_NODENAME" not in os.environ:
+            raise UsageError(
+                "--launcher slurm needs a node of an allocation",
+                hint="sbatch --nodes 2 --exclusive --wrap 'autoplan search ... --launcher slurm --nodes 2x8'",
+            )
+        for program in ("srun", "scontrol"):
+            if shutil.which(program) is None:
+                raise DeviceError(f"{program} of SLURM is not on the PATH", hint="On Debian: apt install slurm-client.")
+        named = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+        nodes = subprocess.run(named, capture_output=True, text=True, check=True).stdout.split()
+        self._here = os.environ["SLURMD_NODENAME"]
+        self._others = [node for node in nodes if node != self._here]
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def address(self) -> str:
+        """What the name of this node resolves to."""
+        return own_address(self._here)
+
+    def ensure(self, planner: str, token: str) -> None:
+        """One srun for each other node; one that has ended is started again."""
+        for node in self._others:
+            if node in self._running and self._running[node].poll() is None:
+                continue
+            # --overlap: the batch script is itself a step that has the nodes; --mem=0: all of the node's memory
+            one = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={node}", "--export=ALL"]
+            steps = [*one, "--unbuffered", "--quiet", *_COMMAND]
+            self._running[node] = subprocess.Popen(
+                steps, env=child_environment(planner, token), stdin=subprocess.DEVNULL, stdout=2
+            )
+
+    def close(self) -> None:
+        """Ends the steps that have not ended by themselves."""
+        _end(list(self._running.values()))
+        self._running.clear()
+
+
+class Ray:
+    """An actor of Ray on each other node of the cluster starts the agent, and has the node's GPUs.
+
+    Raises:
+        DeviceError: Ray is not installed, or no cluster is found.
+    """
+
+    name = "ray"
+
+    def __init__(self, gpus_per_node: int = 0) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise DeviceError(
+                f"--launcher ray needs Ray, which cannot be imported: {error}", hint="pip install 'autoplan[ray]'"
+            ) from error
+        self._ray, self._gpus = ray, gpus_per_node
+        self._began = False
+        if not ray.is_initialized():
+            try:
+                ray.init(address="auto", log_to_driver=False, configure_logging=False)
+            except ConnectionError as error:
+                raise DeviceError(
+                    f"no cluster of Ray was found: {error}",
+                    hint="ray start --head; elsewhere ray start --address HOST:6379",
+                ) from error
+            self._began = True
+        self._actors: dict[str, Any] = {}
+        self._ends: dict[str, Any] = {}
+
+    def address(self) -> str:
+        """Ray's own for this node."""
+        return own_address(self._ray.util.get_node_ip_address())
+
+    def ensure(self, planner: str, token: str) -> None:
+        """One actor for each living node but this; one whose agent has ended is started again."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = self._ray.get_runtime_context().get_node_id()
+        living = [node["NodeID"] for node in self._ray.nodes() if node["Alive"] and node["NodeID"] != here]
+        for node in living:
+            if node in self._ends and not self._ray.wait([self._ends[node]], timeout=0)[0]:
+                continue
+            place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+            kind = self._ray.remote(num_cpus=1, num_gpus=self._gpus, scheduling_strategy=place)(RayNode)
+            self._actors[node] = kind.remote()
+            self._ends[node] = self._actors[node].serve.remote(planner, token)
+
+    def close(self) -> None:
+        """Ends the actors, and gives their nodes back."""
+        if self._ends:
+            self._ray.wait(list(self._ends.values()), num_returns=len(self._ends), timeout=10.0)
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+        self._actors, self._ends = {}, {}
+        if self._began:
+            self._ray.shutdown()
+            self._began = False
+
+
+class RayNode:
+    """The actor: it starts the agent as a process of its own, which ends with the planner."""
+
+    def serve(self, planner: str, token: str) -> int:
+        """Runs the agent; returns its exit code."""
+        return subprocess.run(_COMMAND, env=child_environment(planner, token), stdin=subprocess.DEVNULL).returncode
+
+    def host(self) -> str:
+        """The node's name."""
+        return platform.node()
+
+
+ENGINES: dict[str, Callable[..., Engine]] = {"elastic": Elastic, "slurm": Slurm, "ray": Ray}
+"""By their names in --launcher. Each is made with the number of GPUs on a node."""
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM to those that do not end by themselves within some seconds, then SIGKILL."""
+    give_up_at = time.monotonic() + 10.0
+    while any(process.poll() is None for process in processes) and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        for process in processes:
+            if process.poll() is None:
+                end(process)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5.0)

@@ -1,0 +1,497 @@
+"""The launcher over several nodes: a zygote here, and an agent (agent.py) on each other node.
+
+    with Nodes(engine, nodes=2, ranks_per_node=8, address="10.0.0.1", preload=("torch",)) as launcher:
+        report = launcher.run(task)     # as `Zygote.run`
+
+`Nodes` is a `Zygote`: a task that fits on one node runs here, as without nodes. One that does not is divided: the first
+ranks run here, the next on each agent, each part under its node's own supervisor (deadlines, memory, process trees,
+output). What comes back is one `ProcessReport`. A node that is gone or silent makes it `Ended.NODE_LOST`, which is no
+verdict on the task; `run_again` then tries it on the agents that are there.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from autoplan.errors import DeviceError, UsageError
+from autoplan.processes.agent import encode, prove, set_keepalive
+from autoplan.processes.client import Zygote
+from autoplan.processes.report import Ended, ProcessReport, RankReport, StopTask, build_report
+from autoplan.processes.supervisor import EFFECT_WITHIN_S
+from autoplan.processes.task import Placement, Progress, Task
+from autoplan.processes.wire import FrameReader, send_frame
+from autoplan.text import printable
+
+SILENCE_S = 30.0
+"""An agent says every two seconds that it lives; one that is silent for so long is lost."""
+GATHER_S = 300.0
+"""How long a task waits until as many nodes as it needs are there, the first time; srun may wait for a node to boot."""
+REGATHER_S = 60.0
+"""The same once a node was lost."""
+END_S = 25.0
+"""For an agent to end its ranks when it is asked to."""
+PROVE_S = 3.0
+"""For a new connection to show that it is an agent of this search; until then the others wait."""
+LOOK_S = 0.2
+
+# What ends one part makes the others fail: a peer's exception comes of the part that these ended.
+ORDER = (
+    Ended.NODE_LOST,
+    Ended.MEMORY_LIMIT,
+    Ended.DEADLINE,
+    Ended.ZYGOTE_LOST,
+    Ended.NOT_STARTED,
+    Ended.RANK_FAILED,
+    Ended.CANCELLED,
+    Ended.FINISHED,
+)
+
+
+class Engine(Protocol):
+    """What starts the agents: SLURM, Ray, torch elastic (engines.py)."""
+
+    name: str
+
+    def address(self) -> str:
+        """The IPv4 address of this node that the others reach."""
+
+    def ensure(self, planner: str, token: str) -> None:
+        """Starts an agent on each other node that has none; called again and again while a node is missing.
+
+        Args:
+            planner: HOST:PORT to connect to.
+            token: What an agent proves itself with; never for a command line.
+        """
+
+    def close(self) -> None:
+        """Ends what it started; agents end by themselves when the planner is gone."""
+
+
+class Nodes(Zygote):
+    """Runs tasks on several nodes.
+
+    Args:
+        engine: What starts the agents.
+        nodes: How many nodes a task may have, this one among them; agents beyond that wait as spares.
+        ranks_per_node: Ranks on each.
+        check: Is given what a node says of itself (the result of `describe`) and returns why it cannot be used, if so.
+        describe: "package.module:function" of autoplan, which an agent runs once in one rank.
+        on_note: Is told of nodes that come, are refused and are lost.
+        preload: As a `Zygote` takes it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        nodes: int,
+        ranks_per_node: int,
+        check: Callable[[Any], str | None] | None = None,
+        describe: str | None = None,
+        on_note: Callable[[str], None] = lambda text: None,
+        preload: Sequence[str] = ("torch", "transformers"),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(preload=preload, env=env)
+        self.layout = f"{nodes}x{ranks_per_node}"
+        self._engine, self._nodes, self._per_node = engine, nodes, ranks_per_node
+        self._check, self._describe, self._note = check, describe, on_note
+        self._listener: socket.socket | None = None
+        self._token = secrets.token_hex(16)
+        self._agents: list[AgentLink] = []
+        self._asked: list[AgentLink] = []
+        self._any_lost = False
+        self._refused: list[str] = []
+
+    def start(self) -> None:
+        """Starts what is not there, here and on the other nodes; waits for this node alone.
+
+        Raises:
+            ZygoteError: no zygote could be started here.
+            AutoplanError: the engine cannot be used.
+        """
+        super().start()
+        if self._listener is None:
+            self._listener = socket.create_server((self._engine.address(), 0), backlog=128)
+            self._engine.ensure(self._address, self._token)
+
+    def await_nodes(self) -> None:
+        """Waits until all nodes are there, or as long as a task would; who is missing then is missed by the tasks."""
+        self.start()
+        self._gather(self._nodes - 1)
+
+    def renew(self) -> None:
+        """Ends the zygote here; agents stay."""
+        super().close()
+
+    def close(self) -> None:
+        """Ends the agents and everything here."""
+        for agent in (*self._agents, *self._asked):
+            agent.say({"kind": "bye"})
+            agent.close()
+        self._agents, self._asked = [], []
+        if self._listener is not None:
+            self._engine.close()
+            self._listener.close()
+            self._listener = None
+        super().close()
+
+    def run(self, task: Task, *, on_progress: Callable[[Progress], None] | None = None) -> ProcessReport:
+        """As `Zygote.run`, over as many nodes as the task's ranks need.
+
+        Raises:
+            ZygoteError: no zygote could be started here.
+            DeviceError: a node is of another kind, or has another version.
+            UsageError: an argument of the task cannot travel, or there are more ranks than all nodes have.
+        """
+        if task.ranks <= self._per_node or task.independent:
+            self._take_in()
+            return super().run(task, on_progress=on_progress)
+        if task.ranks > self._nodes * self._per_node:
+            raise UsageError(f"a task of {task.ranks} ranks was asked for", hint=f"There are {self.layout}.")
+        if task.directory is None:
+            raise UsageError("a task over several nodes needs a directory")
+        requested_at = time.monotonic()
+        args = encode(task.args)
+        self.start()
+        agents = self._gather(-(-task.ranks // self._per_node) - 1)
+        if len(agents) < -(-task.ranks // self._per_node) - 1:
+            trouble = f"only {1 + len(agents)} of the nodes that it needs ({self.layout}) are there"
+            ended = {"ended": Ended.NODE_LOST.value, "trouble": trouble}
+            return build_report(task, task.directory, requested_at, ended)
+        try:
+            return self._run_parts(task, args, agents, requested_at, on_progress)
+        finally:
+            for agent in agents:
+                if agent.busy:
+                    agent.end()
+            self._drop_lost()
+
+    # -- agents --------------------------------------------------------------------------------------------
+
+    @property
+    def _address(self) -> str:
+        assert self._listener is not None
+        return "{}:{}".format(*self._listener.getsockname()[:2])
+
+    def _gather(self, wanted: int) -> list[AgentLink]:
+        """As many agents as that, once they are there; fewer: they did not come in time."""
+        assert self._listener is not None
+        give_up_at = time.monotonic() + (REGATHER_S if self._any_lost else GATHER_S)  # no part of a trial's deadline
+        while True:
+            self._take_in()
+            if len(self._agents) >= wanted or time.monotonic() > give_up_at:
+                return self._agents[:wanted]
+            if self._refused:
+                raise DeviceError(self._refused[-1], hint="Each node needs the same hardware and the same versions.")
+            self._engine.ensure(self._address, self._token)
+            select.select([self._listener], [], [], LOOK_S)
+
+    def _take_in(self) -> None:
+        """Looks once at who has come, and who is gone."""
+        self._drop_lost()
+        while self._listener is not None and select.select([self._listener], [], [], 0)[0]:
+            self._accept()
+        self._admit()
+
+    def _accept(self) -> None:
+        """Takes one connection; whoever is no agent of this search is sent away."""
+        assert self._listener is not None
+        connection, (address, *_) = self._listener.accept()
+        try:
+            connection.settimeout(PROVE_S)
+            prove(connection, self._token, planner=True)
+            connection.settimeout(None)
+            set_keepalive(connection)
+            agent = AgentLink(connection, str(address))
+            agent.greet(self._preload)
+        except (DeviceError, OSError, EOFError):
+            connection.close()
+            return
+        if self._describe is not None:
+            place = {"first_rank": 0, "world_size": 1, "master_addr": agent.address, "master_port": 0}
+            agent.begin({"target": self._describe, "args": [], "ranks": 1, "total_deadline_s": GATHER_S}, place, None)
+        self._asked.append(agent)
+
+    def _admit(self) -> None:
+        """Takes the agents that have said what they are, and sends away those that are of no use."""
+        for agent in [agent for agent in self._asked if not agent.busy]:
+            self._asked.remove(agent)
+            why = self._why_not(agent)
+            if why is None:
+                self._agents.append(agent)
+                self._note(f"node {agent} is there")
+                continue
+            if not agent.lost:
+                self._refused.append(f"the node {agent} cannot be used: {why}")
+            agent.say({"kind": "bye", "why": why})
+            agent.close()
+
+    def _why_not(self, agent: AgentLink) -> str | None:
+        """Why an agent is of no use, by what it says of itself."""
+        if self._describe is None or self._check is None:
+            return None
+        if agent.report is None:
+            return agent.trouble
+        if agent.report.ended is not Ended.FINISHED:
+            return agent.report.describe()
+        return self._check(agent.report.ranks[0].result)
+
+    def _drop_lost(self) -> None:
+        for agent in (*self._agents, *self._asked):
+            agent.look(0)
+        for agent in [agent for agent in self._agents if agent.lost]:
+            self._agents.remove(agent)
+            self._any_lost = True
+            self._note(f"node {agent} was lost: {agent.trouble}")
+
+    # -- one task ------------------------------------------------------------------------------------------
+
+    def _run_parts(
+        self,
+        task: Task,
+        args: Any,
+        agents: list[AgentLink],
+        requested_at: float,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> ProcessReport:
+        assert task.directory is not None
+        address = self._engine.address()
+        with socket.create_server((address, 0)) as found:  # free now; if another takes it, the task is run again
+            port = found.getsockname()[1]
+        place = {"world_size": task.ranks, "master_addr": address, "master_port": port}
+        limits = {
+            "target": task.target,
+            "args": args,
+            "deadlines_s": dict(task.deadlines_s),
+            "total_deadline_s": task.total_deadline_s,
+            "memory_limit_bytes": task.memory_limit_bytes,
+            "env": dict(task.env),
+        }
+        watch = _Watch(agents, on_progress)
+        here = Placement(**place, first_rank=0, local_addr=address)
+        own = replace(task, ranks=self._per_node, placement=here)
+        task.directory.mkdir(parents=True, exist_ok=True)
+        for number, agent in enumerate(agents, 1):
+            first = number * self._per_node
+            ranks = min(self._per_node, task.ranks - first)
+            agent.begin({**limits, "ranks": ranks}, {**place, "first_rank": first}, task.directory)
+        local = super().run(own, on_progress=watch.look)
+        stopped = watch.stopped
+        failing_at = None if local.ended is Ended.FINISHED else time.monotonic()
+        while not stopped and any(agent.busy for agent in agents):
+            for agent in agents:
+                agent.look(LOOK_S / len(agents))
+            if failing_at is None and any(agent.failed for agent in agents):
+                failing_at = time.monotonic()
+            if failing_at is not None and time.monotonic() - failing_at > EFFECT_WITHIN_S:
+                break
+        for agent in agents:
+            if agent.busy:
+                agent.end()
+        for agent in agents:
+            agent.write_files()
+        return _joined(task, local, agents, self._per_node, requested_at, by_caller=watch.by_caller)
+
+
+class _Watch:
+    """Looks at the agents while the ranks here run, and ends those where another node's have failed."""
+
+    def __init__(self, agents: Sequence[AgentLink], on_progress: Callable[[Progress], None] | None) -> None:
+        self._agents, self._on_progress = agents, on_progress
+        self._failed_at: float | None = None
+        self.stopped = self.by_caller = False
+
+    def look(self, progress: Progress) -> None:
+        for agent in self._agents:
+            agent.look(0)
+        if self._failed_at is None and any(agent.failed for agent in self._agents):
+            self._failed_at = time.monotonic()
+        # The ranks here fail by themselves then, and say how; those that hang are ended.
+        if self._failed_at is not None and time.monotonic() - self._failed_at > EFFECT_WITHIN_S:
+            self.stopped = True
+            raise StopTask
+        if self._on_progress is not None:
+            try:
+                self._on_progress(progress)
+            except BaseException:
+                self.stopped = self.by_caller = True
+                raise
+
+
+class AgentLink:
+    """The planner's end of a connection to an agent.
+
+    Attributes:
+        host: As the agent's machine calls itself.
+        address: Where it connects from.
+        busy: It has a task that has not ended.
+        lost: It is gone, or silent.
+        report: Of its last task.
+        trouble: Why it was lost, or had no report.
+    """
+
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        self._connection = connection
+        self._reader = FrameReader(connection)
+        self._heard_at = time.monotonic()
+        self._directory: Path | None = None
+        self._files: list[tuple[str, int, bytes]] = []
+        self.address = address
+        self.host = address
+        self.busy = self.lost = False
+        self.report: ProcessReport | None = None
+        self.first_rank = 0
+        self.trouble = ""
+
+    def __str__(self) -> str:
+        return f"{printable(self.host)} ({self.address})"
+
+    @property
+    def failed(self) -> bool:
+        """Whether its part of the task will not come to a good end, or has not."""
+        return self.lost or (not self.busy and (self.report is None or self.report.ended is not Ended.FINISHED))
+
+    def greet(self, preload: Sequence[str]) -> None:
+        """Hears who it is, and says what its zygote shall import.
+
+        Raises:
+            OSError, EOFError: it is gone.
+        """
+        frame = self._reader.read(PROVE_S)
+        if frame is None or frame[0].get("kind") != "hello":
+            raise EOFError("it did not say who it is")
+        self.host = str(frame[0]["host"])[:64]
+        send_frame(self._connection, {"kind": "welcome", "preload": list(preload)})
+
+    def begin(self, asked: dict[str, Any], place: dict[str, Any], directory: Path | None) -> None:
+        """Sends it a task."""
+        self.busy, self.report, self.trouble = True, None, ""
+        self._directory, self._files, self.first_rank = directory, [], place["first_rank"]
+        self._heard_at = time.monotonic()
+        self.say({"kind": "run", "task": {**asked, "placement": place}})
+
+    def end(self) -> None:
+        """Asks it to end its ranks and waits until it has, or is lost."""
+        self.say({"kind": "cancel"})
+        give_up_at = time.monotonic() + END_S
+        while self.busy and time.monotonic() < give_up_at:
+            self.look(LOOK_S)
+        if self.busy:
+            self._lose("it did not end its ranks when it was told to")
+
+    def look(self, timeout_s: float) -> None:
+        """Takes in what it has sent."""
+        try:
+            while not self.lost and (frame := self._reader.read(timeout_s)) is not None:
+                self._heard_at, timeout_s = time.monotonic(), 0
+                self._take(*frame)
+        except (EOFError, OSError, ValueError) as error:
+            self._lose(str(error) or type(error).__name__)
+        if not self.lost and time.monotonic() - self._heard_at > SILENCE_S:
+            self._lose(f"it was silent for {SILENCE_S:.0f} s")
+
+    def _take(self, header: dict[str, Any], payload: bytes) -> None:
+        match header["kind"]:
+            case "file" if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", header["name"]) and self._directory is not None:
+                self._files.append((header["name"], int(header["at"]), payload))
+            case "ended":
+                self.report, self.busy = ProcessReport.model_validate(header["report"]), False
+            case "failed":
+                self.busy, self.trouble = False, str(header["text"])
+
+    def write_files(self) -> None:
+        """Writes what its ranks left beside that of the ranks here; after those, since a task clears its folder."""
+        for name, at, data in self._files:
+            assert self._directory is not None
+            with (self._directory / name).open("r+b" if at else "wb") as file:
+                file.seek(at)
+                file.write(data)
+        self._files = []
+
+    def say(self, header: dict[str, Any]) -> None:
+        """Sends it a message; that it is gone is seen at the next look."""
+        try:
+            send_frame(self._connection, header)
+        except OSError as error:
+            self._lose(str(error))
+
+    def close(self) -> None:
+        """Closes the connection: the agent ends what it runs."""
+        self._connection.close()
+
+    def _lose(self, why: str) -> None:
+        self.busy, self.lost, self.trouble = False, True, why
+        self._connection.close()
+
+
+# From the parts' reports to the task's.
+
+
+def _joined(
+    task: Task,
+    local: ProcessReport,
+    agents: Sequence[AgentLink],
+    per_node: int,
+    requested_at: float,
+    *,
+    by_caller: bool,
+) -> ProcessReport:
+    """One report of a task whose parts ran on several nodes; the ranks have their numbers among all."""
+    parts = [(0, local), *((agent.first_rank, agent.report) for agent in agents if agent.report is not None)]
+    ranks: dict[int, RankReport] = {}
+    for first, part in parts:
+        ranks |= {first + one.rank: one.model_copy(update={"rank": first + one.rank}) for one in part.ranks}
+    missing = [rank for rank in range(task.ranks) if rank not in ranks]
+    if missing:
+        assert task.directory is not None
+        unseen = build_report(task, task.directory, requested_at, {"ended": Ended.NODE_LOST.value}).ranks
+        ranks |= {rank: unseen[rank] for rank in missing}
+    first, lead = min(parts, key=lambda part: (ORDER.index(part[1].ended), _failed_at(part[1])))
+    ended, trouble = lead.ended, lead.trouble
+    gone = [agent for agent in agents if agent.report is None]
+    if by_caller:
+        ended = Ended.CANCELLED
+    elif gone:
+        ended = Ended.NODE_LOST if any(agent.lost for agent in gone) else Ended.NOT_STARTED
+        trouble = "; ".join(f"the node {agent} was lost: {agent.trouble}" for agent in gone)
+    alone = ended in (Ended.NODE_LOST, Ended.CANCELLED, Ended.NOT_STARTED)
+    failed = None if alone or lead.failed_rank is None else first + lead.failed_rank
+    starts = [part.startup_s for _, part in parts]
+    return ProcessReport(
+        ended=ended,
+        phase=lead.phase,
+        phase_deadline_s=lead.phase_deadline_s if ended is Ended.DEADLINE else None,
+        failed_rank=failed,
+        ranks=tuple(ranks[rank] for rank in range(task.ranks)),
+        seconds=time.monotonic() - requested_at,
+        startup_s=None if None in starts or missing else max(start for start in starts if start is not None),
+        peak_memory_bytes=lead.peak_memory_bytes
+        if ended is Ended.MEMORY_LIMIT
+        else sum(part.peak_memory_bytes for _, part in parts),
+        memory_limit_bytes=task.memory_limit_bytes,
+        data_limit_bytes=lead.data_limit_bytes,
+        kernel_oom_kills=lead.kernel_oom_kills,
+        swept=sum(part.swept for _, part in parts),
+        left_behind=sum(part.left_behind for _, part in parts),
+        phase_seconds=lead.phase_seconds,
+        trouble=trouble,
+    )
+
+
+def _failed_at(report: ProcessReport) -> float:
+    """When a part's rank failed; one that a signal ended is the cause of what its peers raised just before."""
+    failure = report.first_failure
+    if failure is None or failure.failed_after_s is None:
+        return 0.0
+    killed = failure.signal not in (None, signal.SIGABRT)
+    return failure.failed_after_s - (EFFECT_WITHIN_S if killed else 0.0)

@@ -1,0 +1,190 @@
+"""Tasks whose ranks are on two nodes: here each node is an agent of its own on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from autoplan.errors import DeviceError, UsageError
+from autoplan.processes import Cause, Ended, ProcessReport, StopTask, Task, cause_of, run_again
+from autoplan.processes.agent import RefusedError, connect, decode, encode
+from autoplan.processes.engines import child_environment
+from autoplan.processes.nodes import Nodes
+from autoplan.processes.task import Progress
+from tests.cases import some
+from tests.processes.node_targets import NAME
+
+PRELOAD = ("torch", "torch.distributed", "tests.processes.node_targets")
+GIVEN = Progress(seconds=1.0, phase="given", phase_seconds=0.5, facts=(), memory_bytes=3)
+
+
+class Here:
+    """Starts the agents as processes of this machine."""
+
+    name = "here"
+
+    def __init__(self) -> None:
+        self.running: list[subprocess.Popen[bytes]] = []
+        self.wanted = 1
+
+    def address(self) -> str:
+        return "127.0.0.1"
+
+    def ensure(self, planner: str, token: str) -> None:
+        self.running = [process for process in self.running if process.poll() is None]
+        while len(self.running) < self.wanted:
+            environment = child_environment(planner, token) | {"NODE": "second", "SLURM_PROCID": "1"}
+            command = [sys.executable, "-P", "-m", "autoplan.processes.agent"]
+            self.running.append(subprocess.Popen(command, env=environment))
+
+    def close(self) -> None:
+        for process in self.running:
+            assert process.wait(30) == 0
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with Nodes(Here(), nodes=2, ranks_per_node=1, preload=PRELOAD, env={"OMP_NUM_THREADS": "1"}) as launcher:
+        yield launcher
+
+
+def run(nodes: Nodes, folder: Path, target: str, *args: Any, **limits: Any) -> ProcessReport:
+    before = descendants()
+    task = Task(target=f"{NAME}:{target}", args=args, ranks=2, directory=folder, **limits)
+    report = nodes.run(task)
+    left = descendants() - before
+    assert not any(process.cmdline() == ["autoplan-rank"] for process in left), "no rank is left"
+    assert report.left_behind == 0
+    assert [rank.rank for rank in report.ranks] == [0, 1]
+    return report
+
+
+def descendants() -> set[psutil.Process]:
+    return {process for process in psutil.Process().children(recursive=True) if process.is_running()}
+
+
+def test_two_nodes_are_one_world(nodes: Nodes, tmp_path: Path) -> None:
+    """Ranks meet over the network; records, results, files and output travel; a rank has its own node's place."""
+    report = run(nodes, tmp_path, "meet", GIVEN, (4, 5))
+    assert report.ended is Ended.FINISHED, [report.describe(), *(rank.stderr_tail for rank in report.ranks)]
+    first, second = report.results
+    assert first["total"] == second["total"] == 3
+    assert first["place"] == ["0", "0", "2", "1", "lo", None]
+    assert second["place"] == ["1", "0", "2", "1", "lo", None], "the token is in no rank's environment"
+    assert first["given"] == second["given"] == ["given", [4, 5]]
+    assert (first["node"], second["node"]) == ("first", "second")
+    for rank in (0, 1):
+        assert (tmp_path / f"left.{rank}.bin").read_bytes() == b"\0" * 9 + bytes([rank])
+        assert f"line of {rank}" in (tmp_path / f"rank{rank}.stdout").read_text()
+        assert f"line of {rank}" in report.ranks[rank].stdout_tail
+    assert report.startup_s is not None and report.peak_memory_bytes > 0
+
+
+ENDS = (
+    ("raise", 1, Ended.RANK_FAILED, Cause.PROGRAM),
+    ("kill", 1, Ended.RANK_FAILED, Cause.OUTSIDE),
+    ("fault", 0, Ended.RANK_FAILED, Cause.FATAL_SIGNAL),
+    ("hang", 1, Ended.DEADLINE, Cause.LIMIT),
+    ("fill", 1, Ended.MEMORY_LIMIT, Cause.LIMIT),
+)
+
+
+@pytest.mark.parametrize(("how", "rank", "ended", "cause"), some(ENDS, in_make_test=ENDS[1:2]))
+def test_the_cause_is_named_where_it_was(
+    nodes: Nodes, tmp_path: Path, how: str, rank: int, ended: Ended, cause: Cause
+) -> None:
+    """What one node's rank does is no fault of the other node, whose rank fails with it."""
+    limits = {"deadlines_s": {"build": 3.0}} if how == "hang" else {}
+    limits |= {"memory_limit_bytes": 1 << 30} if how == "fill" else {}
+    report = run(nodes, tmp_path, "end", how, rank, **limits)
+    assert (report.ended, cause_of(report)) == (ended, cause), report.describe()
+    if how != "hang":  # there both are over the deadline
+        assert report.failed_rank == rank, report.describe()
+    assert report.phase == "build"
+
+
+def test_a_node_that_is_lost_is_no_verdict(nodes: Nodes, tmp_path: Path) -> None:
+    """The task is tried again on an agent that took its place."""
+    task = Task(target=f"{NAME}:twice", args=(str(tmp_path / "marker"),), ranks=2, directory=tmp_path / "task")
+    runs = run_again(nodes, task)
+    assert [lost.ended for lost in runs.lost] == [Ended.NODE_LOST], runs
+    assert cause_of(runs.lost[0]) is Cause.OUTSIDE and "was lost" in runs.lost[0].describe()
+    assert runs.settled and runs.report.results == (0, 1)
+
+
+def test_the_caller_ends_it(nodes: Nodes, tmp_path: Path) -> None:
+    """The ranks of both nodes are ended, and the agent stays for the next task."""
+
+    def stop(progress: Progress) -> None:
+        if progress.phase == "build":
+            raise StopTask
+
+    task = Task(target=f"{NAME}:end", args=("hang", 1), ranks=2, directory=tmp_path)
+    assert nodes.run(task, on_progress=stop).ended is Ended.CANCELLED
+    assert run(nodes, tmp_path, "meet", GIVEN, ()).ended is Ended.FINISHED
+
+
+def test_what_fits_on_one_node_runs_here(nodes: Nodes) -> None:
+    """As without nodes: closures too."""
+    assert nodes.run(Task(target=lambda context: os.environ.get("NODE", "first"))).results == ("first",)
+
+
+def test_no_pickle_travels(nodes: Nodes, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be sent"):
+        nodes.run(Task(target=f"{NAME}:meet", args=(object(),), ranks=2, directory=tmp_path))
+    with pytest.raises(RefusedError, match="record of os"):
+        decode({"record": "os:system", "fields": {}})
+    with pytest.raises(RefusedError, match="no record"):
+        decode({"record": "autoplan.processes.agent:serve", "fields": {}})
+    assert decode(encode([GIVEN, {"a": (1, None)}])) == [GIVEN, {"a": [1, None]}]
+
+
+def test_strangers_are_sent_away(nodes: Nodes, tmp_path: Path) -> None:
+    """Neither another token, nor a port scan, nor silence disturbs a search."""
+    nodes.start()
+    address = nodes._address
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port))) as stranger, socket.create_connection((host, int(port))):
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 64)
+        assert run(nodes, tmp_path, "meet", GIVEN, ()).ended is Ended.FINISHED
+    with pytest.raises((RefusedError, OSError)):
+        connect(address, "another token")
+
+
+@pytest.mark.exhaustive
+def test_a_node_of_another_kind_is_refused(tmp_path: Path) -> None:
+    launcher = Nodes(
+        Here(), nodes=2, ranks_per_node=1, preload=("tests.processes.node_targets",),
+        describe="autoplan.planner.search.nodes:describe_node", check=lambda its: f"its torch is {its['torch']}",
+    )  # fmt: skip
+    with launcher, pytest.raises(DeviceError, match=r"its torch is \d"):
+        launcher.run(Task(target=f"{NAME}:meet", args=(GIVEN, ()), ranks=2, directory=tmp_path))
+
+
+@pytest.mark.exhaustive
+def test_the_agent_ends_with_the_planner() -> None:
+    """The planner is killed; its agent and all that it started are gone soon."""
+    code = (
+        "import os, time; from tests.processes.test_nodes import Here; from autoplan.processes.nodes import Nodes\n"
+        "launcher = Nodes(Here(), nodes=2, ranks_per_node=1, preload=()); launcher.start()\n"
+        "launcher._gather(1); print(launcher._engine.running[0].pid, flush=True); time.sleep(600)"
+    )
+    planner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert planner.stdout is not None
+    agent = psutil.Process(int(planner.stdout.readline()))
+    give_up_at = time.monotonic() + 20.0
+    while not (started := agent.children(recursive=True)) and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    planner.kill()
+    planner.wait()
+    _, alive = psutil.wait_procs([agent, *started], timeout=20.0)
+    assert started and not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
