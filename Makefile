@@ -4,7 +4,7 @@
 # make quick:  the same without the slow tests
 # make test-all: what `make test` leaves out because others are like it: about two hours
 # make test-timing: the tests that compare measured times, on an idle machine
-# make test-engines: searches shared through a real PostgreSQL server; what cannot start here fails with its reason
+# make test-engines: real PostgreSQL, SLURM, Ray and torchrun on this machine; what cannot start fails with its reason
 # make test-screenshots [ACCEPT=1]: the report page in Chromium, wide and narrow, against the accepted screenshots
 # make docs:   the documentation with the API reference, in site/; ends with an error if a link is dead
 # make test-torchao: the tests that need torchao, which gets a folder of its own (a part of `make test`)
@@ -70,10 +70,10 @@ test-timing: $(VENV)/.installed-test
 test-plans: $(VENV)/.installed-test
 	$(PYTEST) -s tests/planner/records/test_plan_fuzz.py
 
-# Not in `make test`: it needs a PostgreSQL server (apt-get install postgresql), which it starts itself.
+# Not in `make test`: it needs programs (as root: apt-get install postgresql slurm-wlm), which it starts itself.
 .PHONY: test-engines
 test-engines: $(VENV)/.installed-test
-	$(PIP) -e '.[postgres]'
+	$(PIP) -e '.[postgres,ray]'
 	$(PYTEST) --durations=10 tests/engines
 	$(TEST_ENV) $(BIN)/python -m tests.engines.soak --kills $(or $(KILLS),100)
 	$(TEST_ENV) $(BIN)/python -m tests.engines.clients --clients $(or $(CLIENTS),1000)

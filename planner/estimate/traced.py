@@ -184,8 +184,8 @@ def read_fixed(fixed: Mapping[str, str]) -> dict[str, Any]:
         if name in OTHER_INPUTS or name in ("dp", "accumulation"):
             raise ConfigError(
                 f"{name} is an input of the closed form, and this model is traced: the workload says it itself",
-                hint="Fix knobs alone, for example dp_shard=8, micro_batch=2, parameters=bf16; or describe the model by its "
-                "dimensions in a table (--rows).",
+                hint="Fix knobs alone, for example dp_shard=8, micro_batch=2, parameters=bf16; or describe the model "
+                "by its dimensions in a table (--rows).",
             )
     return {name: check_knob(name, value) for name, value in values.items()}
 

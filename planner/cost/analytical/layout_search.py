@@ -168,8 +168,8 @@ def _nothing_legal(question: Question) -> ConfigError:
         f"no layout of {gpus} GPUs is legal with {text} at a global batch of {question.global_batch}",
         hint=f"tp divides {model.heads} heads, {model.kv_heads} key-value heads and the "
         f"{question.cluster.gpus_per_node} GPUs of a node; pp divides {model.layers} layers; tp x pp x cp "
-        f"divides {gpus}; ep divides the data-parallel ranks x cp; a pipeline takes at least pp micro-batches; the data-parallel ranks times the micro-batch divide "
-        "the global batch.",
+        f"divides {gpus}; ep divides the data-parallel ranks x cp; a pipeline takes at least pp "
+        "micro-batches; the data-parallel ranks times the micro-batch divide the global batch.",
     )
 
 

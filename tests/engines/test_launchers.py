@@ -1,0 +1,86 @@
+"""Ranks on two nodes of a real SLURM, a real cluster of Ray, and two real torchruns, all on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.engines.cluster import free_port
+from tests.engines.slurm import running_slurm
+
+ROOT = Path(__file__).parents[2]
+MET = [[3, [str(rank), "0", "2", "1", "lo", None]] for rank in (0, 1)]
+TIME_S = 240.0
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "AUTOPLAN_ADDRESS": "127.0.0.1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+def check(folder: Path, *, by_planner: bool = True) -> None:
+    """What the planner said; its agents are gone."""
+    said: dict[str, Any] = json.loads((folder / "said.json").read_text())
+    assert said["met"] == MET, said
+    assert said["failed"] == ["rank_failed", 1], said
+    assert said["then"] == ["finished", [0, 1]], said
+    assert said["lost"] == (["node_lost"] if by_planner else [])
+    lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if "autoplan.processes.agent" in line or "autoplan-rank" in line]
+
+
+def test_slurm() -> None:
+    with tempfile.TemporaryDirectory() as name, running_slurm(Path(name)) as slurm:
+        folder = Path(name, "work")
+        folder.mkdir()
+        command = f"{sys.executable} -m tests.engines.launch slurm {folder}"
+        slurm.environment |= environment(PATH=slurm.environment["PATH"])
+        job = ["sbatch", "--wait", "--nodes=2", f"--output={name}/job.log", "--wrap", command]
+        done = subprocess.run(job, env=slurm.environment, cwd=ROOT, timeout=TIME_S)
+        assert done.returncode == 0, Path(name, "job.log").read_text()
+        check(folder)
+
+
+def test_ray(tmp_path: Path) -> None:
+    try:
+        from ray.cluster_utils import Cluster
+    except ImportError as error:
+        pytest.fail(f"Ray is not installed here: pip install 'autoplan[ray]' ({error})")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    try:
+        cluster.add_node(num_cpus=2)
+        command = [sys.executable, "-m", "tests.engines.launch", "ray", str(tmp_path)]
+        more = environment(RAY_ADDRESS=cluster.address, RAY_USAGE_STATS_ENABLED="0")
+        done = subprocess.run(command, env=more, cwd=ROOT, timeout=TIME_S, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        check(tmp_path)
+    finally:
+        cluster.shutdown()
+
+
+def test_torch_elastic(tmp_path: Path) -> None:
+    """The agent's end makes torchrun start both again, once: the planner goes on by itself."""
+    port = free_port()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+    program = ["-m", "tests.engines.launch", "elastic", str(tmp_path)]
+    running = []
+    for number in (1, 2):
+        log = (tmp_path / f"torchrun{number}.log").open("wb")
+        one = [*command, f"--local-addr=127.0.0.{number}", *program]
+        running.append(subprocess.Popen(one, env=environment(), cwd=ROOT, stdout=log, stderr=log))
+    try:
+        codes = [process.wait(TIME_S) for process in running]
+    finally:
+        for process in running:
+            process.terminate()
+    assert codes == [0, 0], "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("torchrun*.log"))
+    check(tmp_path, by_planner=False)
