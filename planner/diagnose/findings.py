@@ -305,6 +305,8 @@ def _memory_notes(seen: Observation) -> Iterator[str]:
         LEAST_MORE_BYTES, MORE_SHARE * memory.training_bytes
     ):
         yield f"{memory.peak_part} takes {format_bytes(more)} more than the steps themselves: it sets what must fit"
+    if memory.growth_bytes >= LEAST_GROWTH_BYTES and not any(one.graphs for one in memory.kept):
+        yield f"each step adds {format_bytes(memory.growth_bytes)} of memory"
     for one in memory.kept:
         if not one.graphs or memory.growth_bytes < LEAST_GROWTH_BYTES:
             kind = "the graph of each step, though little memory" if one.graphs else "tensors of each step"

@@ -180,6 +180,8 @@ class Request(Record):
     """What an earlier process measured; its pairs count."""
     observation: Observation | None = None
     trace: str | None = None
+    one_rank: bool = False
+    """Give it the variables of torchrun, as the only rank."""
 
 
 class Answer(Record):

@@ -33,6 +33,11 @@ LEAST_RUN_S = 5.0
 
 MEMORY_SHARE = 0.8
 
+ONLY_SEEN = "Only steps of torch.optim in the main thread of the first process are seen."
+
+RANK_TEXTS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of torchrun; a script that misses one says its name."""
+
 
 def _say_nothing(text: str) -> None:
     pass
@@ -163,6 +168,10 @@ class _Runs:
             report = self._run(max(left_s, 1.0))
             found = Answer.model_validate(report.ranks[0].result or {})
             steps += found.steps
+            if found.observation is None and not self.request.one_rank and _misses_ranks(found):
+                self.notes.append("run as the only rank: what ranks cost each other, or one that is late, is not seen")
+                self.request = self.request.model_copy(update={"one_rank": True})
+                continue
             if found.observation is None:
                 raise self._no_steps(report, found)
             progress = sum(len(one.pairs) for one in found.trials) - sum(len(one.pairs) for one in answer.trials)
@@ -207,8 +216,8 @@ class _Runs:
     def _no_steps(self, report: ProcessReport, found: Answer) -> Exception:
         """The one sentence for a script that did not come so far."""
         name, steps = self.name, found.steps
-        counted = f"{steps} optimizer steps" if steps else "an optimizer step"
-        few = f"after {counted}, which are too few to see where the time goes" if steps else f"without {counted}"
+        counted = f"{steps} optimizer step{'s' * (steps > 1)}" if steps else "an optimizer step"
+        few = f"after {counted}, too few to see where the time goes" if steps else f"without {counted}"
         if found.error is not None and found.error.startswith("EOFError"):
             return WorkloadError(
                 f"{name} asked for input{_where(found)}, and its standard input is closed",
@@ -230,15 +239,21 @@ class _Runs:
             return BudgetEndedError(
                 f"{name} made {counted if steps else 'no optimizer step'} in "
                 f"{format_seconds(self.request.budget_s)}{place}",
-                hint="Give a larger --budget. Only steps of torch.optim optimizers in the first process are seen.",
+                hint=f"Give a larger --budget. {ONLY_SEEN}",
             )
         if report.ended is not Ended.FINISHED:
             return WorkloadError(f"{name} was ended: {report.describe()}", hint="See that it trains by itself.")
         return WorkloadError(
             f"{name} ended {few}",
-            hint="Give it the arguments with which it trains, after --. Only steps of torch.optim optimizers in the "
-            "first process are seen.",
+            hint=f"Give it the arguments with which it trains, after --. {ONLY_SEEN}",
         )
+
+
+def _misses_ranks(found: Answer) -> bool:
+    """Whether the script failed since torchrun did not start it."""
+    error = found.error or ""
+    missing = "expected, but not set" in error or error.startswith("KeyError")
+    return found.how == "raised" and missing and any(text in error for text in RANK_TEXTS)
 
 
 def _where(found: Answer) -> str:

@@ -14,6 +14,15 @@ from autoplan.processes import RankContext
 from autoplan.processes.cause import is_users_file
 from autoplan.processes.script import run_as_main
 
+ONE_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",  # any free one
+}
+
 
 def run_script(context: RankContext, request: Request, function: Callable[[], Any] | None) -> None:
     """Runs the script, or the function, until the session ends the process or it ends by itself.
@@ -39,6 +48,8 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
         os._exit(0)  # also out of a script that catches every exception
 
     session = Session(request, sandbox, report, end, lambda text: context.heartbeat(doing=text))
+    if request.one_rank:
+        os.environ.update(ONE_RANK)
     session.hooks.install()
     sandbox.install()
     try:

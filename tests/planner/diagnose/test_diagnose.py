@@ -51,6 +51,12 @@ def test_a_healthy_script_has_no_finding_and_a_table() -> None:
     assert sum(shares.values()) == pytest.approx(1.0, abs=0.02)
 
 
+def test_a_script_for_torchrun_is_run_as_the_only_rank_and_that_is_said() -> None:
+    found = diagnose("ranks.py", budget=30.0)
+    assert found.findings[0].cause == "logging"
+    assert found.notes[0].startswith("run as the only rank")
+
+
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [
@@ -58,6 +64,8 @@ def test_a_healthy_script_has_no_finding_and_a_table() -> None:
         ("raises", WorkloadError, "ends.py:8"),
         ("status", WorkloadError, "the data is not here"),
         ("nothing", WorkloadError, "ended without an optimizer step"),
+        ("one", WorkloadError, "ended after 1 optimizer step, too few"),
+        ("late", WorkloadError, "asked for input at ends.py:24"),
     ],
 )
 def test_a_script_without_a_step_gets_one_sentence(how: str, error: type[Exception], words: str) -> None:

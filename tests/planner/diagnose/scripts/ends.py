@@ -12,6 +12,16 @@ elif sys.argv[1] == "memory":
     held = []
     while True:
         held.append(bytearray(b"x" * (64 << 20)))
+elif sys.argv[1] in ("one", "late"):
+    import torch
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(1 if sys.argv[1] == "one" else 10):
+        model(torch.randn(4, 4)).sum().backward()
+        optimizer.step()
+    if sys.argv[1] == "late":
+        input("go on? ")
 elif sys.argv[1] == "loops":
     while True:
         try:
