@@ -114,7 +114,7 @@ def _proved(answer: Answer, seen: Observation) -> Iterator[Finding]:
             cause=switch,
             what=WHAT[switch],
             evidence=_evidence(trial, seen, bound),
-            mend=_mend(trial, seen, any(one.suspect.switch == "workers" for one in trials)),
+            mend=_mend(trial, seen, any(one.suspect.switch == "workers" and one.pairs for one in answer.trials)),
             gain=gain,
             measured=True,
             line=_line(trial, seen),
@@ -174,7 +174,8 @@ def _mend(trial: SwitchTrial, seen: Observation, workers_were_tried: bool) -> st
     suspect, facts = trial.suspect, seen.facts
     match suspect.switch:
         case "workers":
-            return f"DataLoader(..., num_workers={suspect.setting}, persistent_workers=True)"
+            once = ", made once, before the epochs" if facts.loader and facts.loader.remade else ""
+            return f"DataLoader(..., num_workers={suspect.setting}, persistent_workers=True){once}"
         case "batches":
             return _mend_of_samples(facts.loader, workers_were_tried)
         case "threads":
@@ -221,7 +222,8 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
             loader = facts.loader
             if switch == "batches" and loader is None:
                 continue
-            mend = MEND.get(switch) or _mend_of_samples(loader, workers_were_tried=False)
+            tried = any(one.suspect.switch == "workers" and one.pairs for one in answer.trials)
+            mend = MEND.get("freeze" if switch == "gc" else switch) or _mend_of_samples(loader, tried)
             yield _estimate(switch, WHAT[switch], _part_words(seen, part), mend, own.share, own.line)
     loop = _part(seen, "loop")
     read_s = sum(one.seconds for one in facts.syncs)

@@ -251,7 +251,7 @@ class LoaderHooks:
         self.replay, self.crop, self.workers = False, False, 0
         self.batches: deque[Any] = deque(maxlen=KEPT_BATCHES)
         self.loader: DataLoader[Any] | None = None
-        self.starts, self.start_s, self.got = 0, 0.0, 0
+        self.starts, self.start_s, self.got, self.remade = 0, 0.0, 0, False
         self.make_s, self.collate_s = 0.0, 0.0
         self.padding: list[float] = []
         self._owner: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()
@@ -309,6 +309,7 @@ class LoaderHooks:
     def note_training(self) -> None:
         """Notes a forward with gradients."""
         if self._last is not None and self._last is not self.loader:
+            self.remade = self.loader is not None and self._last.dataset is self.loader.dataset
             self.loader, self.starts = self._last, 0
             self.batches.clear()
         self._last = None

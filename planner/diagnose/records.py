@@ -64,6 +64,8 @@ class LoaderFacts(Record):
     """How often in a step an epoch begins; `start_s` are the seconds of a step until its first batch is there."""
     start_s: float
     epoch_steps: float | None
+    remade: bool = False
+    """Whether the script makes the loader anew for each epoch."""
     make_s: float | None = None
     collate_s: float | None = None
     make_line: str | None = None

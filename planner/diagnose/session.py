@@ -221,6 +221,7 @@ class Session:
                 starts=loaders.starts / steps,
                 start_s=loaders.start_s / steps,
                 epoch_steps=steps / loaders.starts if loaders.starts else None,
+                remade=loaders.remade,
                 make_s=None if loader.num_workers else loaders.make_s / steps,
                 collate_s=None if loader.num_workers else loaders.collate_s / steps,
                 make_line=line_of_samples(loader.dataset),

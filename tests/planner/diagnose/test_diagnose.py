@@ -74,7 +74,7 @@ def test_a_script_without_a_step_gets_one_sentence(how: str, error: type[Excepti
 
 
 def test_a_script_that_never_steps_is_ended_though_it_catches_everything() -> None:
-    with pytest.raises(BudgetEndedError, match=r"no optimizer step in 1.00 s \(it was in ends.py, line 1\d\)"):
+    with pytest.raises(BudgetEndedError, match=r"no optimizer step in 1.00 s \(it was in ends.py, line 2\d\)"):
         diagnose("ends.py", "loops", budget=1.0)
 
 

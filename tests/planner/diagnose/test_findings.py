@@ -46,6 +46,9 @@ def test_samples_are_to_be_cheaper_only_after_more_workers_were_measured() -> No
     tried = (trial("batches", 0.04), trial("workers", 0.1, 2))
     (first,) = find_causes(Answer(observation=seen, trials=tried))
     assert first.mend == "make a sample cheaper (train.py:9): prepare it once, before the training"
+    slower = SwitchTrial(suspect=tried[1].suspect, pairs=((0.1, 0.3),), why_not="it was slower")
+    (first,) = find_causes(Answer(observation=seen, trials=(trial("batches", 0.04), slower)))
+    assert first.mend.startswith("make a sample cheaper")
     (first,) = find_causes(Answer(observation=seen))
     assert not first.measured and "num_workers=N" in first.mend
 
