@@ -158,9 +158,7 @@ def test_a_search_shares_experts_as_far_as_they_go() -> None:
     assert set(np.unique(answer.layouts.ep)) == {1, 2, 4, 8} and answer.best is not None
 
 
-def test_experts_of_a_config_are_shared_on_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_experts_of_a_config_are_shared_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without `ep` such a model is traced: tests/planner/estimate/test_traced_estimates.py."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MIXTRAL))
