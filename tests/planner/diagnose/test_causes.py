@@ -1,4 +1,7 @@
-"""Scripts with one planted cause each: it is named first. The factors are large: other work on the machine is not."""
+"""Scripts with one planted cause each: it is named first. The factors are large: other work on the machine is not.
+
+A finding rests on measured times all the same, so that most of these are marked `timing`.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,18 @@ from tests.planner.diagnose.test_diagnose import SCRIPTS, diagnose
     ("script", "cause", "least"),
     [
         ("prints.py", "logging", 1.5),
-        ("padding.py", "padding", 1.5),
-        ("evaluation.py", "evaluation", 1.3),
-        ("teacher.py", "needless_gradients", 1.1),
-        ("backbone.py", "needless_gradients", 1.2),
-        ("anomaly.py", "anomaly", 1.2),
-        ("gc_heap.py", "freeze", 1.5),
-        ("epochs.py", "persistent", 1.5),
+        *(
+            pytest.param(*planted, marks=pytest.mark.timing)
+            for planted in (
+                ("padding.py", "padding", 1.5),
+                ("evaluation.py", "evaluation", 1.3),
+                ("teacher.py", "needless_gradients", 1.1),
+                ("backbone.py", "needless_gradients", 1.2),
+                ("anomaly.py", "anomaly", 1.2),
+                ("gc_heap.py", "freeze", 1.5),
+                ("epochs.py", "persistent", 1.5),
+            )
+        ),
     ],
 )
 def test_a_cause_that_can_be_removed_is_named_first_and_measured(script: str, cause: str, least: float) -> None:
@@ -36,7 +44,11 @@ def test_a_cause_that_can_be_removed_is_named_first_and_measured(script: str, ca
 
 
 @pytest.mark.parametrize(
-    ("script", "cause", "line"), [("items.py", "sync", "items.py:16"), ("loop_code.py", "loop", "loop_code.py:15")]
+    ("script", "cause", "line"),
+    [
+        ("items.py", "sync", "items.py:16"),
+        pytest.param("loop_code.py", "loop", "loop_code.py:15", marks=pytest.mark.timing),
+    ],
 )
 def test_a_cause_that_cannot_be_removed_is_estimated_with_its_line(script: str, cause: str, line: str) -> None:
     found = diagnose(script, budget=25.0)
@@ -70,6 +82,7 @@ def test_ctrl_c_ends_the_command_and_leaves_nothing_running() -> None:
     assert started and not psutil.wait_procs(started, timeout=10)[1]
 
 
+@pytest.mark.timing
 def test_a_script_that_needs_what_was_removed_is_run_again_with_it() -> None:
     found = diagnose("fragile.py", budget=30.0)
     assert any("without saving the script failed" in note for note in found.notes)
@@ -82,6 +95,7 @@ def test_no_net_of_two_optimizers_is_taken_for_one_that_nobody_trains() -> None:
     assert not any("needless" in text for text in (*(one.cause for one in found.findings), *found.notes)), found
 
 
+@pytest.mark.timing
 def test_graphs_that_are_kept_are_named_with_their_line_and_the_memory_without_them() -> None:
     found = diagnose("keeps_graphs.py")
     (one,) = [one for one in found.findings if one.cause == "graphs"]
@@ -92,6 +106,7 @@ def test_graphs_that_are_kept_are_named_with_their_line_and_the_memory_without_t
     )
 
 
+@pytest.mark.timing
 def test_an_evaluation_that_takes_the_most_memory_and_outputs_that_are_kept_are_said() -> None:
     found = diagnose("memory.py")
     notes = " ".join(found.notes)
@@ -100,12 +115,14 @@ def test_an_evaluation_that_takes_the_most_memory_and_outputs_that_are_kept_are_
     assert found.findings[0].cause == "evaluation" and not any(one.cause == "graphs" for one in found.findings)
 
 
+@pytest.mark.timing
 def test_a_trainer_that_saves_each_step(tmp_path: Path) -> None:
     found = diagnose("trainer.py", tmp_path, budget=60.0)
     assert found.findings[0].cause == "saving" and found.findings[0].measured
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.timing
 def test_of_two_causes_both_are_found() -> None:
     found = diagnose("two.py", budget=60.0)
     assert {"workers", "saving"} <= {one.cause for one in found.findings}
