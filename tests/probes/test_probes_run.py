@@ -38,6 +38,8 @@ LOAD_SENTENCE = run_module.load_sentence
 class NoZygote:
     """A zygote for calls that must not start anything."""
 
+    layout = ""
+
     def start(self) -> None:
         raise AssertionError("something was measured")
 
