@@ -35,8 +35,7 @@ KEYWORDS = {
         for name in ("global_batch", "max_grad_norm", "cluster", "tokens", "wait", "loader", "numerics")
     },
     **{name.replace("_", "-"): name for name in ("recheck", "objective", "min_throughput", "price_per_hour")},
-    **{name: name for name in ("launcher", "nodes")},
-    "storage": "storage",
+    **{name: name for name in ("storage", "launcher", "nodes")},
     "seq-len": "sequence_length",
     "model": "workload",
 }

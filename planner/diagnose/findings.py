@@ -296,7 +296,7 @@ def _of_memory(answer: Answer, seen: Observation) -> Iterator[Finding]:
     )
 
 
-def _memory_notes(seen: Observation) -> Iterator[str]:
+def _memory_notes(seen: Observation, graphs_are_found: bool) -> Iterator[str]:
     memory = seen.memory
     if memory is None:
         return
@@ -307,11 +307,11 @@ def _memory_notes(seen: Observation) -> Iterator[str]:
         LEAST_MORE_BYTES, MORE_SHARE * memory.training_bytes
     ):
         yield f"{memory.peak_part} takes {format_bytes(more)} more than the steps themselves: it sets what must fit"
-    if memory.growth_bytes >= LEAST_GROWTH_BYTES and not any(one.graphs for one in memory.kept):
+    if memory.growth_bytes >= LEAST_GROWTH_BYTES and not graphs_are_found:
         yield f"each step adds {format_bytes(memory.growth_bytes)} of memory"
     for one in memory.kept:
-        if not one.graphs or memory.growth_bytes < LEAST_GROWTH_BYTES:
-            kind = "the graph of each step, though little memory" if one.graphs else "tensors of each step"
+        if not (one.graphs and graphs_are_found):
+            kind = "the graph of each step, whose memory was not told apart" if one.graphs else "tensors of each step"
             at = f" ({one.line})" if one.line else ""
             yield f"{one.name.partition('[')[0]} keeps {kind}{at}"
 
@@ -349,7 +349,7 @@ def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding], faile
             if gain is None
             else f"{trial.suspect.key} was tried: {gain.median:.2f} times as fast ({gain.low:.2f} to {gain.high:.2f})"
         )
-    said += _memory_notes(seen)
+    said += _memory_notes(seen, any(one.cause == "graphs" for one in causes))
     if seen.facts.graph_breaks:
         said.append(f"torch.compile has graph breaks: {'; '.join(seen.facts.graph_breaks)}")
     if answer.refused:

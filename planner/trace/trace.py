@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from autoplan.errors import AutoplanError, WorkloadError
 from autoplan.files import read_regular, replace_file
 from autoplan.planner.trace.model_profile import PLAIN, PROFILE_VERSION, ModelProfile, TraceRequest, VariantKey
-from autoplan.planner.trace.rough_profile import rough_profile, with_rough_variants
+from autoplan.planner.trace.rough_profile import only_rough, rough_profile, with_rough_variants
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import (
     Cause,
@@ -131,7 +131,7 @@ def trace_profile(
     path = cache_path(spec, device, cache_dir, hardware)
     if known is None and not fresh:
         known = _read_cache(path)
-    known = None if known is None or PLAIN.text() in known.rough_variants else _traced(known)
+    known = None if known is None or PLAIN.text() in known.rough_variants else only_rough(known, ())
     if known is not None and variants is not None:
         variants = _missing(known, variants, limits.timing_budget_s)
         if not variants:
@@ -208,12 +208,6 @@ def _without_input(profile: ModelProfile, report: ProcessReport) -> ModelProfile
     hit = limit_hit(report, "timing the data", {INPUT_PHASE: "make_batch(num_samples, index)"})
     why = report.describe() if hit is None else hit.text
     return profile.model_copy(update={"notes": (*profile.notes, f"data loading is not estimated: {why}")})
-
-
-def _traced(profile: ModelProfile) -> ModelProfile:
-    """A profile without its rough variants, which are made anew of what is traced later."""
-    variants = {name: found for name, found in profile.variants.items() if name not in profile.rough_variants}
-    return profile.model_copy(update={"variants": variants, "rough_variants": ()})
 
 
 def _missing(known: ModelProfile, wanted: tuple[VariantKey, ...], timing_s: float) -> tuple[VariantKey, ...]:
