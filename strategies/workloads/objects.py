@@ -217,7 +217,8 @@ def workload_from_objects(
         parts = {"model": model, "make_batch": make_batch, "optimizer": optimizer}
         raise WorkloadError(
             f"the workload lacks {', '.join(part for part, value in parts.items() if not value)}",
-            hint="A workload is a model, make_batch(num_samples, index), a loss and an optimizer, or a Workload.",
+            hint="A workload is a model, make_batch(num_samples, index), a loss and an optimizer, or a Workload. The "
+            "parts of a loop are given in this order: autoplan.search(model, optimizer, dataloader, loss).",
         )
     instance = model if isinstance(model, nn.Module) else None
     if instance is not None:
