@@ -376,11 +376,16 @@ _WAIT = [
 
 
 def _test_only(text: str) -> tuple[str, ...]:
-    """The answer of `sbatch --test-only`, if SLURM is installed; it asks the cluster and submits nothing."""
-    sbatch = shutil.which("sbatch")
-    if sbatch is None:
+    """The answer of `sbatch --test-only`, if a cluster answers `scontrol ping`; nothing is submitted.
+
+    Debian's client alone, without a cluster, fails each job with "Could not establish a configuration source".
+    """
+    sbatch, scontrol = shutil.which("sbatch"), shutil.which("scontrol")
+    if sbatch is None or scontrol is None:
         return ()
     try:
+        if subprocess.run([scontrol, "ping"], capture_output=True, timeout=60).returncode:
+            return ()
         done = subprocess.run([sbatch, "--test-only"], input=text, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         return (f"sbatch --test-only did not answer: {error}",)

@@ -206,6 +206,18 @@ def test_a_planted_mistake_is_seen(to: str, change: tuple[str, str], tmp_path: P
     assert "torchrun does not take" in str(error.value) or isinstance(error.value, ExportError)
 
 
+@pytest.mark.parametrize("cluster", [False, True])
+def test_sbatch_is_asked_where_a_cluster_answers(cluster: bool, tmp_path: Path, monkeypatch) -> None:
+    answers = {"scontrol": f"exit {0 if cluster else 1}", "sbatch": "echo no such partition >&2; exit 1"}
+    for name, text in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    plan, target = make_plan(TrainingConfig(micro_batch=2, dp_replicate=2)), load_target("slurm")
+    said = ("sbatch --test-only says: no such partition",) if cluster else ()
+    assert target.check(plan, target.render(plan, "a")) == said
+
+
 HOSTILE = (
     "x; touch MARK",
     "$(touch MARK)",
