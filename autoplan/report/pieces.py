@@ -33,7 +33,8 @@ def work_words(work: Work) -> str:
     what = WORK.get(work.kind, f"{work.kind} ") + (whose or ("what the sampler draws" if work.kind == "look" else ""))
     gains = work.kind in ("look", "pair") and bool(whose)  # what other pieces count as gaining makes no plan faster
     gain = f"expected gain {math.expm1(work.gain) * 100:.1f} %, " if gains else ""
-    return f"{what.rstrip(', ')} ({gain}about {format_seconds(work.cost_s)}), because {work.why}"
+    cost = f"about {format_seconds(work.cost_s)}" if work.cost_s else "it was measured"
+    return f"{what.rstrip(', ')} ({gain}{cost}), because {work.why}"
 
 
 def best_words(best: Trial | None, plain: Trial | None, unit: str) -> str:

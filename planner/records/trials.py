@@ -86,6 +86,12 @@ class Window(Record):
     gpu_others_share: float | None = Field(
         default=None, description="highest utilisation of this GPU by other processes; None: the driver does not say"
     )
+    core_s: float | None = Field(
+        default=None,
+        description="seconds of a fixed calculation on the rank's core, the geometric mean over the ends of the "
+        "window's stretches: how fast the core was; None: not on a GPU, or recorded earlier",
+    )
+    core_readings: int = Field(default=0, description="how many ends of stretches")
     sm_clock_hz: float | None = Field(default=None, description="median clock of the GPU's multiprocessors")
     clock_events: tuple[str, ...] = Field(default=(), description="why the driver limited that clock")
     discarded: dict[str, int] = Field(

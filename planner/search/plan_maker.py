@@ -22,7 +22,7 @@ from autoplan.planner.search.objective import order
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, match_rounds, speed_ratio
 from autoplan.planner.search.session import Session
 from autoplan.planner.trace.input_benchmark import describe_input
-from autoplan.planner.trials.measure import Spread, invert, ratio_interval
+from autoplan.planner.trials.measure import Spread, core_spread, invert, ratio_interval
 from autoplan.probes.profile import Device
 from autoplan.strategies.analysis.training_facts import own_checkpointing_text
 from autoplan.strategies.config import KNOBS, TrainingConfig
@@ -34,6 +34,9 @@ MAX_ALTERNATIVES = 5
 
 SAME_SPEED = 0.01
 """A predicted difference below this share is called "as fast"."""
+
+MOST_CORE_SPREAD = 0.05
+"""Cores whose speed differs by more from run to run are said; what a quiet machine shows is about half of that."""
 
 MOST_VALUES = 4
 """So many other values of a knob are named."""
@@ -118,6 +121,7 @@ def make_plan(
             *_attempt_notes(session),
             *(_input_notes(session, winner) if loading is None or loading.setting is None else loading.notes),
             *_model_notes(session, winner),
+            *_core_notes(session),
             *([] if (drifted := drift(compared)) is None else [drifted]),
             *winner.config.risks(),
         ),
@@ -196,6 +200,17 @@ def _model_notes(session: Session, winner: CandidateRuns) -> list[str]:
     training = session.context.facts.training
     own = training is not None and training.own_checkpointing
     return [own_checkpointing_text(winner.config.checkpointing)] if own else []
+
+
+def _core_notes(session: Session) -> list[str]:
+    """A sentence where the cores' speed changes by itself: smaller gains than that take many rounds to show."""
+    spread = core_spread(trial.window for trial in session.store.trials)
+    if spread <= MOST_CORE_SPREAD:
+        return []
+    return [
+        f"the speed of this machine's cores changes by itself, by {spread:.0%} from run to run (others may share "
+        "them): a gain that is smaller shows only in many rounds, with a larger --budget or on a quieter machine"
+    ]
 
 
 def _input_notes(session: Session, winner: CandidateRuns) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoplan.planner.records.trials import Interval, Outcome, Trial
-from autoplan.planner.trials.measure import ASSUMED, Spread, pool_runs, ratio_interval
+from autoplan.planner.trials.measure import ASSUMED, Spread, core_spread, pool_runs, ratio_interval
 from autoplan.strategies.config import TrainingConfig
 
 TIE = 0.02
@@ -155,14 +155,15 @@ def match_rounds(a: CandidateRuns, b: CandidateRuns) -> tuple[CandidateRuns, Can
 def measured_spread(trials: Iterable[Trial]) -> Spread:
     """How much runs of one configuration differ on this device, from all that ran again undisturbed.
 
-    The runs of the claim are left out: they are what this figure is used for.
+    The runs of the claim are left out: they are what this figure is used for. How fast the cores were counts from all.
     """
+    trials = tuple(trials)
     runs: dict[tuple[TrainingConfig, str | None], list[float]] = {}
     for trial in trials:
         good = trial.outcome is Outcome.OK and trial.step_time_s is not None and trial.disturbed is None
         if good and trial.purpose != "claim":
             runs.setdefault((trial.config, trial.method), []).append(trial.step_time_s.median)  # type: ignore[union-attr]
-    return Spread.of(runs.values())
+    return Spread.of(runs.values(), core_spread(trial.window for trial in trials))
 
 
 def speed_ratio(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread = ASSUMED) -> Interval:

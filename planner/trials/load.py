@@ -17,12 +17,13 @@ that called the search, and what the hypervisor took (steal).
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 
@@ -30,7 +31,7 @@ from autoplan.planner.records.trials import RECOMPILED, Window
 from autoplan.planner.trials.device_monitor import GpuMonitor, compiled_graphs
 from autoplan.planner.trials.ranks import RankSync
 from autoplan.probes.cgroup import cpu_stat_path, read_cgroup_limits
-from autoplan.probes.cpu import CpuTimes, cpu_shares, read_cpu_times
+from autoplan.probes.cpu import CpuTimes, cpu_shares, read_cpu_times, time_core
 
 SHORTEST_STRETCH_S = 0.4
 """The kernel counts CPU time in ticks of 10 ms; over a shorter stretch that is more than half of OTHERS_SHARE."""
@@ -101,6 +102,8 @@ class LoadMonitor:
         device: The rank's.
         root_pid: The process whose descendants are the trial: the zygote.
         cores: That the trial may run on.
+        gauge: Time a fixed calculation at the ends of each stretch: on a CPU that other machines share, the speed of a
+            core changes by itself, which no figure of the kernel shows.
         gpu: The driver's figures of the rank's GPU; empty on CPU.
         discarded: Reasons why stretches were measured again, with their numbers.
     """
@@ -108,6 +111,7 @@ class LoadMonitor:
     device: torch.device
     root_pid: int
     cores: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
+    gauge: bool = False
     gpu: GpuMonitor = field(init=False)
     discarded: dict[str, int] = field(default_factory=dict)
     _cpu_stat: Path | None = None
@@ -115,6 +119,7 @@ class LoadMonitor:
     _first: CpuTimes | None = None
     _last: CpuTimes | None = None
     _began: CpuTimes | None = None
+    _core_logs: list[float] = field(default_factory=list)
     _graphs: int = 0  # that torch.compile had made when the stretch began
 
     def __post_init__(self) -> None:
@@ -126,10 +131,13 @@ class LoadMonitor:
     def restart(self) -> None:
         """Begins the window anew: what was seen before it does not belong to the record."""
         self._first = None
+        self._core_logs = []
         self.discarded = {}
 
     def begin(self) -> None:
         """Begins a stretch."""
+        if not self._core_logs:
+            self._time_core()
         self._began = self._read()
         self._first = self._first or self._began
         self._graphs = compiled_graphs()
@@ -150,6 +158,7 @@ class LoadMonitor:
         assert self._began is not None, "a stretch ends that never began"
         self.gpu.end()
         self._last = self._read()
+        self._time_core()
         if compiled_graphs() > self._graphs:
             return RECOMPILED
         problem = self.gpu.problem(GPU_OTHERS_SHARE)
@@ -169,6 +178,8 @@ class LoadMonitor:
             return None
         return load_between(self._first, self._last, len(self.cores)).model_copy(
             update={
+                "core_s": math.exp(mean(self._core_logs)) if self._core_logs else None,
+                "core_readings": len(self._core_logs),
                 "gpu_others_share": self.gpu.others_share,
                 "sm_clock_hz": median(self.gpu.clocks_hz) if self.gpu.clocks_hz else None,
                 "clock_events": tuple(sorted(self.gpu.events)),
@@ -176,6 +187,10 @@ class LoadMonitor:
                 "disturbed": disturbed,
             }
         )
+
+    def _time_core(self) -> None:
+        if self.gauge:
+            self._core_logs.append(math.log(time_core()))
 
     def _read(self) -> CpuTimes:
         return read_cpu_times(self.cores, self.root_pid, self._cpu_stat)

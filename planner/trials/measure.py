@@ -23,7 +23,7 @@ from functools import lru_cache
 import numpy as np
 from pydantic import Field
 
-from autoplan.planner.records.trials import Interval
+from autoplan.planner.records.trials import Interval, Window
 from autoplan.record import Record
 
 RUN_SPREAD = 0.025
@@ -36,6 +36,10 @@ deviation) adds a tenth to what differs between runs, which no further step of t
 
 PRIOR_ROUNDS = 3
 """RUN_SPREAD counts as much as this many measured runs; each run of the same configuration again takes one away."""
+
+CORRELATED_S = 2.0
+"""A core that others share keeps its speed for about so long (1 to 3 s on a machine where it was measured). Over longer
+stretches its changes even out."""
 
 MOST_FREEDOM = 12
 """Measured repeats count as this many at most, so that the rounds which are compared keep their say."""
@@ -158,21 +162,23 @@ class Spread:
 
     Attributes:
         sd: Standard deviation of the logarithm of the step time between runs, about a share of it.
-        freedom: Degrees of freedom behind it; 0: nothing was measured, and RUN_SPREAD stands for it.
+        freedom: Degrees of freedom behind it; 0: nothing was measured, and `assumed` stands for it.
+        assumed: Where few runs were repeated: RUN_SPREAD, or `core_spread` where that is more.
     """
 
     sd: float = RUN_SPREAD
     freedom: int = 0
+    assumed: float = RUN_SPREAD
 
     @classmethod
-    def of(cls, runs: Iterable[Sequence[float]]) -> Spread:
+    def of(cls, runs: Iterable[Sequence[float]], assumed: float = RUN_SPREAD) -> Spread:
         """The pooled spread of several configurations; each has the step times of its runs, in any unit."""
         logs = [np.log(np.asarray(times, dtype=float)) for times in runs if len(times) > 1]
         freedom = sum(len(times) - 1 for times in logs)
         if not freedom:
-            return cls()
+            return cls(sd=assumed, assumed=assumed)
         squares = sum(float(np.sum((times - times.mean()) ** 2)) for times in logs)
-        return cls(sd=math.sqrt(squares / freedom), freedom=freedom)
+        return cls(sd=math.sqrt(squares / freedom), freedom=freedom, assumed=assumed)
 
     def of_ratio(self, squares: float = 0.0, freedom: int = 0) -> tuple[float, int]:
         """(standard deviation of the log ratio of two runs, degrees of freedom), with what the rounds themselves show.
@@ -185,14 +191,33 @@ class Spread:
         """
         measured = min(self.freedom, MOST_FREEDOM)
         assumed = max(0, PRIOR_ROUNDS - measured)
-        total = 2 * (assumed * RUN_SPREAD**2 + measured * self.sd**2) + squares
+        total = 2 * (assumed * self.assumed**2 + measured * self.sd**2) + squares
         return math.sqrt(total / (assumed + measured + freedom)), assumed + measured + freedom
 
     def describe(self) -> str:
         """`1.2 % between runs, measured over 4 repeats`."""
         if not self.freedom:
-            return f"{self.sd:.1%} between runs, assumed"
+            how = "assumed" if self.assumed == RUN_SPREAD else "by the speed of this machine's cores, which changes"
+            return f"{self.sd:.1%} between runs, {how}"
         return f"{self.sd:.1%} between runs, measured over {self.freedom} repeat{'s' if self.freedom > 1 else ''}"
+
+
+def core_spread(windows: Iterable[Window | None]) -> float:
+    """How much runs differ because the cores' speed changes by itself: a standard deviation of the logarithm.
+
+    In: the windows of trials, of any configurations. Out: RUN_SPREAD at the least. It is the spread of the speed of a
+    core between trials (`probes.cpu.time_core`, at the ends of each stretch of a window). Those readings are moments; a
+    stretch that lasts longer than a core keeps its speed (CORRELATED_S) differs by less, as a mean does.
+
+    Repeats are few in a search, and two of a configuration agree by chance: of 60 searches of two equal values on a
+    machine whose cores changed by 19 % from one second to the next, 5 claimed a gain without this figure.
+    """
+    known = [(math.log(w.core_s), w.seconds / max(1, w.core_readings - 1)) for w in windows if w and w.core_s]
+    if len(known) < 2:
+        return RUN_SPREAD
+    longest_s = statistics.median(stretch_s for _, stretch_s in known)
+    variance = statistics.variance(log for log, _ in known) * min(1.0, CORRELATED_S / max(longest_s, 1e-9))
+    return max(RUN_SPREAD, math.sqrt(variance))
 
 
 ASSUMED = Spread()

@@ -67,7 +67,8 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     run = prepare(workload, request.config, device=device)
     limit_collectives()  # its mesh has groups of its own
     ranks.barrier()
-    load = LoadMonitor(device=device, root_pid=os.getppid())  # the zygote: all below it is this trial
+    gauge = device.type == "cpu"
+    load = LoadMonitor(device=device, root_pid=os.getppid(), gauge=gauge)  # the zygote: all below it is this trial
     timer = StepTimer(context=context, request=request, run=run, ranks=ranks, load=load)
     behind: BehindError | None = None
     try:

@@ -20,7 +20,7 @@ from pydantic import Field
 from autoplan.planner.records.trials import ClaimRounds, Interval, Outcome, Trial
 from autoplan.planner.search.claim import compare
 from autoplan.planner.search.selection import CandidateRuns
-from autoplan.planner.trials.measure import Spread, invert
+from autoplan.planner.trials.measure import Spread, core_spread, invert
 from autoplan.record import Record
 from autoplan.strategies.config import KNOBS, PLAIN, TrainingConfig, knobs
 from autoplan.strategies.techniques.rules import incompatible
@@ -273,12 +273,15 @@ class Staircase(Record):
             failed = self.failure(config) or self.failure(reference)
             return None, 0, failed or "not measured: no time was left"
         spread = Spread.of(
-            [
-                run.step_time_s.median
-                for number, run in self.rounds_of(one).items()
-                if number < OF_SEARCH and run.step_time_s is not None and not run.disturbed
-            ]
-            for one in {trial.config for trial in self.trials} - {config, reference}
+            (
+                [
+                    run.step_time_s.median
+                    for number, run in self.rounds_of(one).items()
+                    if number < OF_SEARCH and run.step_time_s is not None and not run.disturbed
+                ]
+                for one in {trial.config for trial in self.trials} - {config, reference}
+            ),
+            core_spread(trial.window for trial in self.trials),
         )
         candidate, against = (
             CandidateRuns(config=one, first=runs[shared[0]], claim_runs=tuple(runs[number] for number in shared))

@@ -103,9 +103,10 @@ def judge(
 
 def _spread(plan: Plan) -> Spread:
     """Between runs of one configuration, as the plan's search measured it."""
-    if plan.claim is None or not plan.claim.spread_repeats:
+    if plan.claim is None:
         return Spread()
-    return Spread(sd=plan.claim.spread, freedom=plan.claim.spread_repeats)
+    known = plan.claim
+    return Spread(sd=known.spread, freedom=known.spread_repeats, assumed=max(RUN_SPREAD, known.spread))
 
 
 def _decide(parity: Parity, trial: Trial, ratio: Interval | None) -> tuple[Verdict, str]:

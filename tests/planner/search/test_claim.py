@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from autoplan.planner.records.trials import ClaimRounds, Interval, Outcome, Trial, Window
 from autoplan.planner.search.claim import (
     MOST_ROUNDS,
+    NOT_TOLD_APART,
     ROUNDS_AGAIN,
     ROUNDS_WITHOUT_HOPE,
     Comparison,
@@ -27,7 +29,15 @@ from autoplan.planner.search.selection import collect_runs, contenders, is_tie, 
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.state import read_state
 from autoplan.planner.search.work import run_claim_round, run_pair
-from autoplan.planner.trials.measure import ASSUMED, Spread, half_width, student_quantile
+from autoplan.planner.trials.measure import (
+    ASSUMED,
+    CORRELATED_S,
+    RUN_SPREAD,
+    Spread,
+    core_spread,
+    half_width,
+    student_quantile,
+)
 from autoplan.strategies.config import TrainingConfig
 from tests.planner.search.stand_in import LOAD, verdict
 
@@ -325,6 +335,37 @@ def test_the_spread_is_that_of_undisturbed_runs_of_the_same_configuration():
     assert measured_spread([*trials, a_trial(3, "repeat", BASE, 5.0, window=loud)]) == spread
     assert measured_spread([*trials, a_trial(3, "claim", BASE, 5.0, round=0)]) == spread
     assert measured_spread(trials[:1]) == ASSUMED
+
+
+def test_cores_whose_speed_changes_by_itself_claim_nothing():
+    """In both rounds the plain run met slow cores, and the candidate fast ones: the same speed, measured 1.25 apart."""
+
+    def found(slow_core_s: float) -> Comparison:
+        fast, slow = (Window(seconds=1.0, core_s=core_s, core_readings=3) for core_s in (0.001, slow_core_s))
+        trials = [a_trial(0, "baseline", BASE, 1.25, window=slow), a_trial(1, "search", OTHERS[0], 1.0, window=fast)]
+        for number in range(2):
+            trials.append(a_trial(2 + 2 * number, "claim", BASE, 1.25, round=number, window=slow))
+            trials.append(a_trial(3 + 2 * number, "claim", OTHERS[0], 1.0, round=number, window=fast))
+        rounds = ClaimRounds(number=1, config=OTHERS[0], reference=BASE, first_round=0, rounds=2, budget_s=60.0)
+        candidate, plain = collect_runs(trials)
+        return compare(candidate, plain, measured_spread(trials), chosen_from=2, claim=rounds)
+
+    assert found(0.001).claim.claimed
+    assert found(0.00125).claim.why_not == NOT_TOLD_APART
+
+
+def test_the_speed_of_the_cores_is_assumed_to_even_out_over_long_stretches():
+    speeds = (0.001, 0.0012, 0.0013, 0.0011)
+
+    def spread(stretch_s: float) -> float:
+        return core_spread(Window(seconds=2 * stretch_s, core_s=core_s, core_readings=3) for core_s in speeds)
+
+    assert spread(0.5) == spread(CORRELATED_S) == pytest.approx(statistics.stdev(map(math.log, speeds)))
+    assert RUN_SPREAD < spread(4 * CORRELATED_S) == pytest.approx(spread(1.0) / 2)
+    assert core_spread([Window(seconds=1.0, core_s=0.001, core_readings=3), Window(seconds=1.0), None]) == RUN_SPREAD
+    told = measured_spread([a_trial(n, "search", c, 1.0, window=Window(seconds=1.0, core_s=s, core_readings=3))
+                            for n, (c, s) in enumerate(zip((BASE, *OTHERS), speeds, strict=False))])  # fmt: skip
+    assert told.assumed == told.sd > 0.1 and "cores" in told.describe()
 
 
 def test_the_assumed_spread_gives_way_to_what_is_measured():

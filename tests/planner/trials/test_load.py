@@ -101,6 +101,24 @@ def test_others_on_free_cores_do_not_disturb_a_trial_on_a_gpu(
     assert (monitor.end() is not None) is disturbed
 
 
+def test_the_speed_of_the_core_is_read_at_the_ends_of_each_stretch():
+    monitor = LoadMonitor(device=CPU, root_pid=os.getpid(), gauge=True)
+    for _ in range(3):
+        monitor.begin()
+        monitor.end()
+    window = monitor.window(None)
+    assert window is not None and window.core_readings == 4 and 1e-5 < (window.core_s or 0.0) < 1.0
+    monitor.restart()
+    monitor.begin()
+    monitor.end()
+    again = monitor.window(None)
+    assert again is not None and again.core_readings == 2
+    plain = LoadMonitor(device=CPU, root_pid=os.getpid())
+    plain.begin()
+    plain.end()
+    assert (found := plain.window(None)) is not None and found.core_s is None
+
+
 BURN = "import time\nend = time.monotonic() + 1.2\nwhile time.monotonic() < end: pass"
 
 
