@@ -42,6 +42,9 @@ def doctor_command(
     time_box: Annotated[
         str, typer.Option("--budget", metavar="TIME", help="How long the script runs, with what starts it.")
     ] = "60s",
+    nproc: Annotated[
+        int, typer.Option("--nproc", metavar="N", min=1, help="Ranks of a script for torchrun, on this machine.")
+    ] = 1,
     memory_limit: Annotated[
         str | None,
         typer.Option("--memory-limit", metavar="SIZE", help="What the script may take: 8GiB. Default: 80% of all."),
@@ -57,10 +60,12 @@ def doctor_command(
     Each suspected cause is removed while the script runs, and whole steps are measured. Nothing it writes is kept.
     """
     if script is not None:
-        _diagnose(script, arguments or [], time_box, memory_limit, trace, quiet, json_output)
+        _diagnose(script, arguments or [], time_box, nproc, memory_limit, trace, quiet, json_output)
         return
-    if trace is not None:
-        raise UsageError("--trace was given without a script", hint="Give the script first: autoplan doctor train.py.")
+    for option, given in (("--trace", trace is not None), ("--nproc", nproc > 1)):
+        if given:
+            hint = "Give the script first: autoplan doctor train.py."
+            raise UsageError(f"{option} was given without a script", hint=hint)
     tables = {"Software": software(), "Machine": machine(), "Folders": folders()}
     if json_output:
         keys = ("what", "found", "about")
@@ -80,6 +85,7 @@ def _diagnose(
     script: Path,
     arguments: list[str],
     time_box: str,
+    nproc: int,
     memory_limit: str | None,
     trace: Path | None,
     quiet: bool,
@@ -98,7 +104,15 @@ def _diagnose(
                 shown.append((lambda text: None) if quiet else stack.enter_context(output.progress(doing)))
             shown[0](doing)
 
-        found = diagnose(script, arguments, budget=seconds, memory_limit=memory_limit, trace=trace, on_progress=tell)
+        found = diagnose(
+            script,
+            arguments,
+            budget=seconds,
+            nproc=nproc,
+            memory_limit=memory_limit,
+            trace=trace,
+            on_progress=tell,
+        )
     if json_output:
         output.print_json({"status": "ok"} | diagnosis.document(found))
         return

@@ -92,6 +92,22 @@ class RankContext:
 
         import torch.distributed as dist
 
+        store, timeout = self.open_store(timeout_s), timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        # A rank that is through at once would otherwise close connections that another rank is still making.
+        store.set(f"autoplan/joined/{self.rank}", "1")
+        store.wait([f"autoplan/joined/{rank}" for rank in range(self.world_size)], timeout)
+
+    def open_store(self, timeout_s: float) -> Store:
+        """Meets the other ranks in the store of torchrun's variables, which are set: "env://" finds the same one.
+
+        Args:
+            timeout_s: For the meeting, and for a value that another rank is to set.
+        """
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
         timeout = timedelta(seconds=timeout_s)
         if self._interface is not None:
             for library in ("GLOO", "NCCL"):
@@ -110,18 +126,15 @@ class RankContext:
         os.environ["MASTER_ADDR"] = self.master_addr
         os.environ["MASTER_PORT"] = str(self.store_port)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.world_size, timeout=timeout)
-        # A rank that is through at once would otherwise close connections that another rank is still making.
-        self._store.set(f"autoplan/joined/{self.rank}", "1")
-        self._store.wait([f"autoplan/joined/{rank}" for rank in range(self.world_size)], timeout)
+        return self._store
 
     def mark_started(self) -> None:
         """Notes that the target is about to be entered."""
         self._started_at = time.monotonic()
         self._write_heartbeat()
 
-    def leave(self) -> None:
-        """Keeps rank 0, which serves the store, until the others are through."""
+    def leave(self, wait_s: float = _LEAVE_WAIT_S) -> None:
+        """Keeps rank 0, which serves the store, until the others are through, or so many seconds are over."""
         if self._store is None or self.world_size == 1:
             return
         from datetime import timedelta
@@ -130,7 +143,7 @@ class RankContext:
             self._store.set(f"autoplan/left/{self.rank}", "1")
             if self.rank == 0:
                 others = [f"autoplan/left/{rank}" for rank in range(1, self.world_size)]
-                self._store.wait(others, timedelta(seconds=_LEAVE_WAIT_S))
+                self._store.wait(others, timedelta(seconds=wait_s))
         except RuntimeError:
             pass  # a rank that ended another way: the supervisor sees it
 

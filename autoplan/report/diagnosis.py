@@ -37,6 +37,21 @@ def part_rows(found: Diagnosis) -> facts.Rows:
     return facts.Rows(("part of a step", "mean", "10 to 90 %", "share", "", "line"), rows)
 
 
+def rank_rows(found: Diagnosis) -> facts.Rows:
+    """The ranks: the step as it is, the step when none waits for another, and the largest part with its line."""
+    rows = [
+        (
+            str(one.rank),
+            format_seconds(one.step_s),
+            "" if one.seconds is None else format_seconds(one.seconds),
+            PARTS[one.part],
+            one.line or "",
+        )
+        for one in found.ranks
+    ]
+    return facts.Rows(("rank", "step", "by itself", "largest part", "line"), rows)
+
+
 def gain_words(finding: Finding) -> str:
     """`2.31 times as fast (2.20 to 2.43), measured without it`, or that it is estimated."""
     gain = finding.gain
@@ -57,6 +72,8 @@ def show_diagnosis(console: Console, found: Diagnosis) -> None:
         terminal.say(console, "  mend", one.mend)
         terminal.say(console, "  gain", gain_words(one))
     terminal.show_table(console, part_rows(found), title="Where the time of a step goes")
+    if found.ranks:
+        terminal.show_table(console, rank_rows(found), title="Ranks")
     for text in found.notes:
         terminal.say(console, "note", text)
 

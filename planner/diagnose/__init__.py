@@ -6,9 +6,11 @@ hooks.py          the hooks: optimizer, loader, forward, backward, saving, loggi
 memory.py         memory over the steps, and the names that keep tensors
 sandbox.py        what the script would write goes into a folder that is removed
 switches.py       how each cause is removed while the script runs, and put back
+ranks.py          several ranks of a script: what they decide together, and what they exchange
 suspects.py       which causes are worth removing, by what the first steps showed
 session.py        the course of a script: warm-up, steps as they are, then blocks with and without a cause
 worker.py         the process of the script
 findings.py       from what was measured to at most five findings
+rank_findings.py  what ranks cost each other: a late one, uneven batches, the exchange
 run.py            diagnose(): starts the processes, and reads what they found
 """

@@ -29,6 +29,8 @@ class Step:
 
     seconds: float
     parts: dict[Part, float]
+    inputs: int = 0
+    """Elements of the tensors that trained models were called with."""
 
 
 @dataclass(kw_only=True)
@@ -38,11 +40,13 @@ class Clock:
     Attributes:
         skipped: Parts whose regions return at once: the cause that is removed.
         lines: Seconds and calls by part and line of the user's code, since `forget`.
+        inputs: Elements that trained models were called with in this step.
     """
 
     skipped: set[str] = field(default_factory=set)
     lines: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
     background: Part = "loop"
+    inputs: int = 0
     _parts: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
     _stack: list[Part] = field(default_factory=list)
     _mark: float = 0.0
@@ -64,6 +68,7 @@ class Clock:
     def open(self) -> None:
         """Begins a step."""
         self._parts = defaultdict(float)
+        self.inputs = 0
         self._evaluation = self._evaluated = None
         self._began = self._mark = time.perf_counter()
 
@@ -77,7 +82,7 @@ class Clock:
                 parts[part] -= seconds - before.get(part, 0.0)
             parts["evaluation"] += ended - began
         self.background = "loop"
-        return Step(seconds=self._mark - self._began, parts=dict(parts))
+        return Step(seconds=self._mark - self._began, parts=dict(parts), inputs=self.inputs)
 
     def enter(self, part: Part) -> None:
         """Begins a region."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
+from autoplan.planner.diagnose.rank_findings import exchange_words, with_ranks
 from autoplan.planner.diagnose.records import (
     PARTS,
     Answer,
@@ -55,6 +56,7 @@ WHAT: Mapping[str, str] = {
     "padding": "batches are padded further than their longest sample",
     "needless_gradients": "gradients are computed that nobody uses",
     "anomaly": "the anomaly detection of autograd is on",
+    "communication": "the steps wait for the exchange between ranks",
     "bf16": "the matrix products run in fp32 where bf16 is faster",
 }
 
@@ -67,6 +69,8 @@ MEND: Mapping[str, str] = {
     "freeze": "gc.collect(); gc.freeze() once all is set up, before the loop; no gc.collect() in it",
     "padding": "pad each batch to its own longest sample, in collate_fn (transformers: DataCollatorWithPadding)",
     "anomaly": "remove set_detect_anomaly(True) and detect_anomaly(): they are for finding a NaN, not for training",
+    "communication": "exchange less often or less: more samples per rank and step, accumulation under model.no_sync(), "
+    "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
     "bf16": "run forward and loss in torch.autocast(device, torch.bfloat16); Trainer: bf16=True. Compare the losses",
 }
 
@@ -77,6 +81,7 @@ def find_causes(answer: Answer) -> list[Finding]:
     if seen is None:
         return []
     found = [*_proved(answer, seen), *_estimated(answer, seen), *_of_memory(answer, seen)]
+    found = with_ranks(found, answer, seen)
     return sorted(found, key=lambda one: -one.gain.median)[:MOST_FINDINGS]
 
 
@@ -146,6 +151,8 @@ def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> 
         return f"parameters of {' and '.join(facts.needless)} get gradients, and no optimizer has them"
     if switch == "anomaly":
         return "each operation keeps its stack, and each gradient is looked at"
+    if switch == "communication":
+        return exchange_words(trial, seen)
     if switch == "bf16":
         return f"a large product is {facts.bf16_gain or 0:.1f} times as fast in bf16 on this {facts.device}"
     often = "" if suspect.cycle == 1 else f", about every {suspect.cycle} steps"
@@ -173,6 +180,8 @@ def _loader_words(facts: Facts) -> str:
 def _mend(trial: SwitchTrial, seen: Observation, workers_were_tried: bool) -> str:
     suspect, facts = trial.suspect, seen.facts
     match suspect.switch:
+        case "communication" if facts.exchange is not None and not facts.exchange.ddp:
+            return "DistributedDataParallel, which exchanges gradients while backward still runs"
         case "workers":
             once = ", made once, before the epochs" if facts.loader and facts.loader.remade else ""
             return f"DataLoader(..., num_workers={suspect.setting}, persistent_workers=True){once}"
@@ -196,7 +205,8 @@ def _mend_of_samples(loader: LoaderFacts | None, workers_were_tried: bool) -> st
 
 
 def _line(trial: SwitchTrial, seen: Observation) -> str | None:
-    if trial.suspect.switch not in ("batches", "workers", "saving", "logging", "evaluation", "gc", "freeze"):
+    with_lines = ("batches", "workers", "saving", "logging", "evaluation", "gc", "freeze", "communication")
+    if trial.suspect.switch not in with_lines:
         return None
     own = _part(seen, trial.suspect.part)
     return None if own is None else own.line

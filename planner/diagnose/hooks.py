@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, dataloader
 from torch.utils.data._utils import fetch
 
 from autoplan.planner.diagnose.clock import Clock
+from autoplan.planner.diagnose.ranks import CollectiveHooks
 from autoplan.planner.diagnose.sandbox import Sandbox
 
 KEPT_BATCHES = 4
@@ -74,6 +75,7 @@ class Hooks:
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.anchor: torch.optim.Optimizer | None = None
         self.loaders = LoaderHooks(clock)
+        self.collectives = CollectiveHooks(clock)
         self.modules = ModuleHooks(clock, self.is_trained, self.loaders.note_training)
         self.kept: tuple[str, ...] = ()
         self.cut: dict[str, int] | None = None
@@ -430,7 +432,9 @@ def shallow(batch: Any) -> Any:
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
-    values = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, (list, tuple)) else [batch]
+    if isinstance(batch, torch.Tensor):
+        return [batch]  # it has a method `values` of its own
+    values = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, (list, tuple)) else []
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
@@ -537,6 +541,7 @@ class ModuleHooks:
         clock = self.clock
         if trained is not False and torch.is_grad_enabled():
             self.on_training()
+            clock.inputs += sum(one.numel() for given in (*args, *kwargs.values()) for one in _tensors(given))
         clock.enter("forward")
         self.called.add(module)
         self.anomaly = self.anomaly or torch.is_anomaly_enabled()

@@ -9,7 +9,18 @@ from autoplan.planner.records.trials import Interval
 from autoplan.record import Record
 
 Part = Literal[
-    "data", "loop", "copy", "forward", "loss", "backward", "optimizer", "saving", "logging", "evaluation", "gc"
+    "data",
+    "loop",
+    "copy",
+    "forward",
+    "loss",
+    "backward",
+    "communication",
+    "optimizer",
+    "saving",
+    "logging",
+    "evaluation",
+    "gc",
 ]
 
 PARTS: dict[Part, str] = {
@@ -19,6 +30,7 @@ PARTS: dict[Part, str] = {
     "forward": "forward",
     "loss": "between forward and backward",
     "backward": "backward",
+    "communication": "exchanges with other ranks",
     "optimizer": "optimizer",
     "saving": "saving",
     "logging": "logging",
@@ -96,6 +108,37 @@ class MemoryFacts(Record):
     kept: tuple[Kept, ...] = ()
 
 
+class Exchange(Record):
+    """What the ranks of a script exchange in a step."""
+
+    ddp: bool
+    """Whether DistributedDataParallel averages gradients."""
+    gradient_bytes: int
+    """Of the gradients that it averages."""
+    calls: float
+    """Calls of all_reduce, reduce, broadcast and barrier in a step."""
+
+    @property
+    def can_go(self) -> bool:
+        """Whether the exchange can be left out."""
+        return self.ddp or self.calls > 0
+
+
+class RankBlock(Record):
+    """A block of steps in which the ranks exchanged nothing, so that each had its own speed; tuples are by rank.
+
+    `seconds` is the mean of a step; `lockstep_s` what steps would take that wait for their slowest rank each time;
+    `inputs` the elements of the tensors that a model got in a step; `largest_inputs` how many times the mean of the
+    ranks the largest of each step is; `parts` the seconds of a step by part.
+    """
+
+    seconds: tuple[float, ...]
+    inputs: tuple[float, ...]
+    lockstep_s: float
+    largest_inputs: float
+    parts: tuple[dict[str, float], ...]
+
+
 class Facts(Record):
     """What else the first steps showed of the script and its process."""
 
@@ -119,6 +162,8 @@ class Facts(Record):
     """How much faster a large matrix product is in bf16 than in fp32; None: the script has bf16 or fp16 already."""
     throttled: float = 0.0
     """Share of the time in which the limit on CPU time of the cgroup stopped this process."""
+    exchange: Exchange | None = None
+    """What it exchanges with other ranks; None where it is alone."""
 
 
 class Observation(Record):
@@ -163,6 +208,8 @@ class SwitchTrial(Record):
     pairs: tuple[tuple[float, float], ...] = ()
     grew: tuple[tuple[float, float], ...] = ()
     """Bytes that a step added, as it is and without the cause; only where the cause is memory."""
+    by_rank: tuple[RankBlock, ...] = ()
+    """The blocks without an exchange; only where the cause is what ranks exchange."""
     why_not: str | None = None
     """Why there are no, or not enough, pairs."""
 
@@ -184,6 +231,10 @@ class Request(Record):
     trace: str | None = None
     one_rank: bool = False
     """Give it the variables of torchrun, as the only rank."""
+    nproc: int = 1
+    """Ranks of the script, each in a process of its own."""
+    ranks: tuple[Observation, ...] = ()
+    """What each rank of an earlier process showed."""
 
 
 class Answer(Record):
@@ -200,6 +251,12 @@ class Answer(Record):
     seconds: float = 0.0
     refused: tuple[str, ...] = ()
     """What the script wanted to write and could not."""
+    raised_at: float | None = None
+    """When the script failed (seconds of the clock that all processes share)."""
+    rank: int | None = None
+    """The rank that failed first, or ended before the others; None for a script of one rank."""
+    ranks: tuple[Observation, ...] = ()
+    """What each rank showed, where there are several."""
 
 
 class Finding(Record):
@@ -218,6 +275,19 @@ class Finding(Record):
     line: str | None = None
 
 
+class RankTime(Record):
+    """One rank: the seconds of its step when nobody waits for another, and the part where most of them are.
+
+    `seconds` is None where the exchange could not be left out; `part` is the largest part of its steps as they are.
+    """
+
+    rank: int
+    seconds: float | None
+    step_s: float
+    part: Part
+    line: str | None
+
+
 class Diagnosis(Record):
     """What makes a script slow, the costliest first; at most five findings, none for a healthy script."""
 
@@ -229,6 +299,8 @@ class Diagnosis(Record):
     tested: tuple[SwitchTrial, ...]
     notes: tuple[str, ...]
     seconds: float
+    ranks: tuple[RankTime, ...] = ()
+    """Where the script was run in several ranks."""
 
     @property
     def healthy(self) -> bool:

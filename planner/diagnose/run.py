@@ -13,6 +13,7 @@ from typing import Any
 
 from autoplan.errors import BudgetEndedError, UsageError, WorkloadError
 from autoplan.planner.diagnose.findings import find_causes, notes_of
+from autoplan.planner.diagnose.rank_findings import notes_of_ranks, rank_times
 from autoplan.planner.diagnose.records import Answer, Diagnosis, Request
 from autoplan.planner.diagnose.session import LEAST_PAIRS
 from autoplan.planner.diagnose.suspects import find_suspects
@@ -38,6 +39,11 @@ ONLY_SEEN = "Only steps of torch.optim in the main thread of the first process a
 RANK_TEXTS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of torchrun; a script that misses one says its name."""
 
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""What gloo, the store and NCCL say of a rank that is gone."""
+
+UNEVEN_MEND = "Give each rank as many batches: DistributedSampler(..., drop_last=True), or with model.join()."
+
 
 def _say_nothing(text: str) -> None:
     pass
@@ -48,6 +54,7 @@ def diagnose(
     arguments: Sequence[str] = (),
     *,
     budget: str | float = DEFAULT_BUDGET_S,
+    nproc: int = 1,
     memory_limit: str | int | None = None,
     trace: str | Path | None = None,
     on_progress: Callable[[str], None] = _say_nothing,
@@ -62,6 +69,7 @@ def diagnose(
             as a Trainer. A function and an object are copied to the process.
         arguments: Of the script.
         budget: Seconds, or a text like "60s"; the processes are ended some seconds after it.
+        nproc: Ranks of a script for torchrun, started on this machine as torchrun starts them.
         memory_limit: Host memory that the script may use, like "8GiB"; None: 80 % of what there is.
         trace: Where to keep a trace of five steps for Perfetto.
         on_progress: Is told what is being done.
@@ -70,7 +78,7 @@ def diagnose(
         At most five findings, and where the time of a step goes.
 
     Raises:
-        UsageError: there is no such script, no folder for the trace, or the budget is no duration.
+        UsageError: there is no such script, no folder for the trace, no rank, or the budget is no duration.
         WorkloadError: the script ended, failed, or used too much memory before enough steps.
         BudgetEndedError: no, or not enough, optimizer steps in the budget.
     """
@@ -81,6 +89,8 @@ def diagnose(
     limit_bytes = _limit_bytes(memory_limit)
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise UsageError(f"there is no folder for the trace {trace}", hint="Make it first, or give another place.")
+    if nproc < 1:
+        raise UsageError(f"nproc is {nproc}; a script has at least one rank", hint="Give --nproc 2, or leave it out.")
     folder = Path(tempfile.mkdtemp(prefix=folder_prefix("doctor")))
     place = None if trace is None else Path(trace).absolute()
     try:
@@ -90,6 +100,7 @@ def diagnose(
             budget_s=budget_s,
             sandbox=str(folder),
             trace=None if place is None else str(folder / "trace.json"),
+            nproc=nproc,
         )
         with Zygote(preload=()) as zygote:
             runs = _Runs(zygote, request, function, name, limit_bytes, on_progress)
@@ -108,7 +119,8 @@ def diagnose(
         parts=seen.parts,
         findings=tuple(findings),
         tested=answer.trials,
-        notes=(*runs.notes, *notes_of(answer, seen, findings, runs.request.without)),
+        notes=(*runs.notes, *notes_of(answer, seen, findings, runs.request.without), *notes_of_ranks(answer, nproc)),
+        ranks=rank_times(answer),
         seconds=time.monotonic() - began,
     )
 
@@ -166,10 +178,14 @@ class _Runs:
             if number and left_s < LEAST_RUN_S:
                 break
             report = self._run(max(left_s, 1.0))
-            found = Answer.model_validate(report.ranks[0].result or {})
+            found = _read_answer(report)
             steps += found.steps
-            if found.observation is None and not self.request.one_rank and _misses_ranks(found):
-                self.notes.append("run as the only rank: what ranks cost each other, or one that is late, is not seen")
+            alone = self.request.nproc == 1 and not self.request.one_rank
+            if found.observation is None and alone and _misses_ranks(found):
+                self.notes.append(
+                    "run as the only rank: what ranks cost each other, or one that is late, is not seen; --nproc 2 "
+                    "runs it in two"
+                )
                 self.request = self.request.model_copy(update={"one_rank": True})
                 continue
             if found.observation is None:
@@ -185,6 +201,8 @@ class _Runs:
         task = Task(
             target="autoplan.planner.diagnose.worker:run_script",
             args=(self.request.model_copy(update={"budget_s": budget_s}), self.function),
+            ranks=self.request.nproc,
+            env={} if self.request.nproc == 1 or "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"},
             total_deadline_s=budget_s + GRACE_S,
             memory_limit_bytes=self.limit_bytes,
         )
@@ -205,11 +223,19 @@ class _Runs:
             without = (*without, found.active)
         elif found.how == "raised":
             self.notes.append(f"the script failed after {found.steps} steps: {_at(found)}")
+        elif found.how == "ended" and found.rank is not None:
+            self.notes.append(f"{_uneven_end(found)}. {UNEVEN_MEND}")
         assert found.observation is not None
         whole = {one.suspect.key for one in found.trials if len(one.pairs) >= LEAST_PAIRS or one.why_not}
         left = [one for one in find_suspects(found.observation) if one.key not in {*whole, *without}]
         self.request = self.request.model_copy(
-            update={"without": without, "observation": found.observation, "trials": found.trials, "trace": None}
+            update={
+                "without": without,
+                "observation": found.observation,
+                "trials": found.trials,
+                "ranks": found.ranks,
+                "trace": None,
+            }
         )
         return found.how != "done" and bool(left) and (progress > 0 or len(without) > 0 or found.how == "ended")
 
@@ -224,12 +250,15 @@ class _Runs:
                 hint="Give it what it asks for as arguments, after --.",
             )
         if found.how == "raised":
-            tail = report.ranks[0].stderr_tail.strip().splitlines()
+            tail = report.ranks[found.rank or 0].stderr_tail.strip().splitlines()
             said = f": {tail[-1][:200]}" if tail and (found.error or "").startswith("exit code") else ""
+            ranks = "It was run as its only rank. Give it more: --nproc 2." if self.request.one_rank else None
             return WorkloadError(
                 f"{name} failed {few}: {_at(found)}{said}",
-                hint="See that it trains by itself: python, its name and its arguments.",
+                hint=ranks or "See that it trains by itself: python, its name and its arguments.",
             )
+        if found.how == "ended" and found.rank is not None:
+            return WorkloadError(f"{name}: {_uneven_end(found)}", hint=UNEVEN_MEND)
         hit = limit_hit(report, f"the run of {name}")
         if hit is not None and hit.kind == "memory":
             return WorkloadError(hit.text, hint=hit.hint)
@@ -249,6 +278,36 @@ class _Runs:
         )
 
 
+def _read_answer(report: ProcessReport) -> Answer:
+    """Rank 0's answer; where a rank failed or ended before the others, with how that went."""
+    answers = [Answer.model_validate(rank.result or {}) for rank in report.ranks]
+    first = answers[0]
+    if len(answers) == 1:
+        return first
+    raised = [(one.raised_at or 0.0, rank) for rank, one in enumerate(answers) if one.how == "raised"]
+    ended = [(one.steps, rank) for rank, one in enumerate(answers) if one.how == "ended"]
+    others = [one for one in answers if one.how != "ended"]
+    if ended and others and all(one.how == "running" or _lost_a_peer(one) for one in others):
+        rank = min(ended)[1]  # the others wait for it, or fail for that
+        return first.model_copy(update={"how": "ended", "rank": rank, "error": None, "steps": answers[rank].steps})
+    if raised:
+        rank = min(raised)[1]
+        cause = answers[rank]
+        return first.model_copy(
+            update={"how": "raised", "rank": rank, "error": cause.error, "line": cause.line, "active": cause.active}
+        )
+    return first
+
+
+def _lost_a_peer(answer: Answer) -> bool:
+    """Whether a rank failed since another one was gone."""
+    return any(text in (answer.error or "") for text in LOST_PEER)
+
+
+def _uneven_end(found: Answer) -> str:
+    return f"rank {found.rank} ended after {found.steps} steps, before the others, which wait for it"
+
+
 def _misses_ranks(found: Answer) -> bool:
     """Whether the script failed since torchrun did not start it."""
     error = found.error or ""
@@ -261,4 +320,4 @@ def _where(found: Answer) -> str:
 
 
 def _at(found: Answer) -> str:
-    return f"{found.error}{_where(found)}"
+    return f"{'' if found.rank is None else f'rank {found.rank}: '}{found.error}{_where(found)}"

@@ -21,6 +21,7 @@ import torch
 from autoplan.planner.diagnose.clock import Clock, LineSampler, Step
 from autoplan.planner.diagnose.hooks import Hooks, sync_lines, worst_line
 from autoplan.planner.diagnose.memory import MemoryMeter, cut_graphs, find_kept, growth_bytes, sizes_of_names
+from autoplan.planner.diagnose.ranks import Peers, critical, rank_block
 from autoplan.planner.diagnose.records import (
     PARTS,
     Answer,
@@ -30,6 +31,7 @@ from autoplan.planner.diagnose.records import (
     MemoryFacts,
     Observation,
     PartTime,
+    RankBlock,
     Request,
     Suspect,
     SwitchTrial,
@@ -84,6 +86,7 @@ class Session:
         report: Takes the answer so far; it is called after each piece.
         end: Ends the process.
         tell: Takes the words for what is done.
+        peers: The other ranks of the script.
     """
 
     def __init__(
@@ -93,12 +96,14 @@ class Session:
         report: Callable[[Answer], None],
         end: Callable[[], None],
         tell: Callable[[str], None],
+        peers: Peers | None = None,
     ) -> None:
         self.request, self.sandbox = request, sandbox
         self._report, self._end, self._tell = report, end, tell
+        self.peers = peers or Peers()
         self.clock = Clock()
         self.hooks = Hooks(self.clock, sandbox, self.on_step)
-        self.answer = Answer(observation=request.observation, trials=request.trials)
+        self.answer = Answer(observation=request.observation, trials=request.trials, ranks=request.ranks)
         self._began = time.monotonic()
         self._steps = 0
         self._random = random.Random(request.seed)
@@ -120,7 +125,7 @@ class Session:
         if self._clock_is_open:
             try:
                 self._course.send(self.clock.close())
-                over = self.left_s < 0 and self.answer.observation is not None
+                over = self.left_s < 0 and self.answer.observation is not None and self.peers.ranks == 1
             except StopIteration:
                 over = True
             if over:
@@ -152,22 +157,32 @@ class Session:
             self.hooks.look_again()
         seen = self.answer.observation
         if seen is None:
-            seen = yield from self._look()
+            seen = self._of_all_ranks((yield from self._look()))
         if self.request.trace is not None:
             yield from self._trace(self.request.trace)
         kept = seen.memory.kept if seen.memory else ()
         self.hooks.kept = tuple(one.name for one in kept if one.graphs)
         suspects = [one for one in find_suspects(seen) if one.key not in self.request.without]
         for place, suspect in enumerate(suspects):
-            yield from self._try(suspect, seen, self.left_s / (len(suspects) - place))
+            yield from self._try(suspect, seen, self.peers.agree(self.left_s) / (len(suspects) - place))
             if suspect.switch in ("workers", "batches"):
                 yield from self._try_more_workers(seen)
+
+    def _of_all_ranks(self, seen: Observation) -> Observation:
+        """What the rank showed that the others wait for; its causes are those that are removed, in all ranks."""
+        if self.peers.ranks == 1:
+            return seen
+        ranks = tuple(Observation.model_validate(one) for one in self.peers.gather(seen.model_dump(mode="json")))
+        chosen = ranks[critical(ranks)]
+        self.keep(observation=chosen, ranks=ranks)
+        return chosen
 
     def _look(self) -> Course:
         """Looks at steps as they are: enough of them that what comes seldom is seen, as far as the budget goes."""
         self._tell("looking at the steps as they are")
         self.clock.forget()
         self.hooks.loaders.restart()
+        self.hooks.collectives.calls = 0
         self.hooks.modules.anomaly = False
         sampler, began, compiled = LineSampler(self.clock, self._meter.read_bytes), time.monotonic(), compile_seconds()
         memory, sizes = [self._meter.read_bytes()], sizes_of_names()
@@ -194,9 +209,11 @@ class Session:
                     steps.append((yield))
                     memory.append(self._meter.read_bytes())
                     spent = time.monotonic() - began
-                    if spent >= least_s and len(steps) >= (LOOK_STEPS if spent <= most_s else LEAST_LOOK_STEPS):
+                    if self.peers.agree(
+                        spent >= least_s and len(steps) >= (LOOK_STEPS if spent <= most_s else LEAST_LOOK_STEPS)
+                    ):
                         break
-                if find_suspects(see()):
+                if self.peers.agree(bool(find_suspects(see()))):
                     break
         finally:  # a script that ends now has shown enough, or too little
             sampler.stop()
@@ -229,7 +246,7 @@ class Session:
         return Facts(
             device=device,
             threads=torch.get_num_threads(),
-            cores=len(os.sched_getaffinity(0)),
+            cores=max(1, len(os.sched_getaffinity(0)) // self.peers.ranks),
             optimizer=type(optimizer).__name__,
             can_fuse=can_fuse(optimizer),
             loader=found,
@@ -240,6 +257,7 @@ class Session:
             compile_s=compile_s,
             graph_breaks=graph_breaks(),
             bf16_gain=None if low else bf16_gain(device),
+            exchange=hooks.collectives.facts(list(hooks.modules.called), steps) if self.peers.ranks > 1 else None,
         )
 
     def _trace(self, path: str) -> Course:
@@ -251,7 +269,8 @@ class Session:
         with torch.profiler.profile(activities=activities) as profiler:
             for _ in range(5):
                 yield
-        profiler.export_chrome_trace(path)
+        if self.peers.rank == 0:
+            profiler.export_chrome_trace(path)
 
     # One cause.
 
@@ -267,7 +286,7 @@ class Session:
         if with_workers > (1 + STILL_WAITS) * without and more > setting:
             again = workers_suspect(seen, more)
             if again.key not in self.request.without:
-                yield from self._try(again, seen, self.left_s / 2)
+                yield from self._try(again, seen, self.peers.agree(self.left_s) / 2)
 
     def _try(self, suspect: Suspect, seen: Observation, time_s: float) -> Course:
         """The pairs of blocks of a cause, as far as its time goes."""
@@ -278,20 +297,29 @@ class Session:
             return
         steps = block_steps(suspect, seen.mean_s)
         pair_s = (2 * steps + suspect.settle + suspect.settle_back) * seen.mean_s
-        if pair_s * LEAST_PAIRS > self.left_s or pair_s * min(wanted, LEAST_PAIRS) > 2 * time_s:
+        left_s = self.peers.agree(self.left_s)
+        if pair_s * LEAST_PAIRS > left_s or pair_s * min(wanted, LEAST_PAIRS) > 2 * time_s:
             self._note(trial.model_copy(update={"why_not": "the time was too short for it"}))
             return
         self._tell(f"without the cause: {suspect.key}")
-        until = time.monotonic() + min(time_s, self.left_s)
+        until = time.monotonic() + min(time_s, left_s)
         first = self._random.random() < 0.5
         for number in range(wanted):
-            if number >= LEAST_PAIRS and time.monotonic() > until:
+            if number >= LEAST_PAIRS and self.peers.agree(time.monotonic() > until):
                 break
             order = (True, False) if first ^ bool(number % 2) else (False, True)
             took: dict[bool, float] = {}
             grew: dict[bool, float] = {}
+            alone: RankBlock | None = None
             for removed in order:
-                took[removed], grew[removed] = yield from self._block(suspect, removed, steps, seen.mean_s)
+                took[removed], grew[removed], block = yield from self._block(suspect, removed, steps, seen.mean_s)
+                if removed and suspect.switch == "communication":
+                    alone = rank_block(block, self.peers)
+                    took[removed] = alone.lockstep_s
+                else:
+                    took[removed] = max(self.peers.gather(took[removed]))  # the others wait for the slowest
+            if alone is not None:
+                trial = trial.model_copy(update={"by_rank": (*trial.by_rank, alone)})
             trial = trial.model_copy(update={"pairs": (*trial.pairs, (took[False], took[True]))})
             if suspect.switch == "graphs":
                 trial = trial.model_copy(update={"grew": (*trial.grew, (grew[False], grew[True]))})
@@ -302,24 +330,24 @@ class Session:
         self.hooks.modules.forget()
 
     def _block(self, suspect: Suspect, removed: bool, steps: int, step_s: float) -> Course:
-        """Seconds of a step in a block of them, and the bytes that a step adds."""
+        """Seconds of a step in a block of them, the bytes that a step adds, and the steps."""
         undo = remove(self.hooks, suspect) if removed else None
         self.answer = self.answer.model_copy(update={"active": suspect.key if removed else None})
         for _ in range(suspect.settle if removed else suspect.settle_back):
             yield
         synchronize()
         before, began = self._meter.read_bytes(), time.perf_counter()
-        done = 0
-        while done < steps and (done == 0 or time.perf_counter() - began < STALLED * steps * step_s):
-            yield
-            done += 1
+        done: list[Step] = []
+        may_stall = self.peers.ranks > 1  # all ranks make as many steps
+        while len(done) < steps and (not done or may_stall or time.perf_counter() - began < STALLED * steps * step_s):
+            done.append((yield))
         synchronize()
-        seconds = (time.perf_counter() - began) / done
-        grew = (self._meter.read_bytes() - before) / done
+        seconds = (time.perf_counter() - began) / len(done)
+        grew = (self._meter.read_bytes() - before) / len(done)
         if undo is not None:
             undo()
         self.answer = self.answer.model_copy(update={"active": None})
-        return seconds, grew
+        return seconds, grew, done
 
     def _note(self, trial: SwitchTrial) -> None:
         others = [one for one in self.answer.trials if one.suspect.key != trial.suspect.key]
@@ -348,7 +376,9 @@ def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler)
         own.sort()
         mean = statistics.fmean(own)
         if mean > 0:
-            line = worst_line(clock, part) or (sampler.line_of(part) if part in ("loop", "loss", "data") else None)
+            line = worst_line(clock, part) or (
+                sampler.line_of(part) if part in ("loop", "loss", "data", "forward") else None
+            )
             found = PartTime(
                 part=part,
                 seconds=mean,

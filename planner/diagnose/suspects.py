@@ -108,13 +108,15 @@ def _of_process(seen: Observation) -> list[Suspect]:
         found.append(Suspect(switch="fused", part="optimizer", worth=seen.share("optimizer") / 2))
     if facts.padding >= LEAST_PADDING:
         found.append(Suspect(switch="padding", part="forward", worth=facts.padding * work))
-    if facts.needless:
+    if facts.needless and facts.exchange is None:  # DDP waits for all gradients that it knows
         found.append(Suspect(switch="needless_gradients", part="backward", worth=seen.share("backward") / 2, settle=2))
     if facts.anomaly:
         found.append(Suspect(switch="anomaly", part="backward", worth=work / 2))
     if facts.bf16_gain is not None and facts.bf16_gain >= LEAST_BF16:
         products = seen.share("forward") + seen.share("backward")
         found.append(Suspect(switch="bf16", part="forward", worth=products * (1 - 1 / facts.bf16_gain) / 2))
+    if facts.exchange is not None and facts.exchange.can_go:  # what a rank costs the others shows itself only without
+        found.append(Suspect(switch="communication", part="communication", worth=1.0, cycle=4, settle=2, settle_back=2))
     memory = seen.memory
     if memory is not None and memory.growth_bytes >= LEAST_GROWTH_BYTES and any(one.graphs for one in memory.kept):
         found.append(Suspect(switch="graphs", part="loop", worth=LEAST_SHARE))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autoplan.planner.diagnose.hooks import Hooks
+from autoplan.planner.diagnose.ranks import wrapped_models
 from autoplan.planner.diagnose.records import Suspect
 
 Undo = Callable[[], object]
@@ -46,6 +47,8 @@ def _workers(hooks: Hooks, setting: int) -> Undo:
 
 def _persistent(hooks: Hooks, setting: int) -> Undo:
     loader: Any = hooks.loaders.loader
+    if loader is None:
+        return lambda: None  # a rank without a loader
     vars(loader)["persistent_workers"] = True  # its own __setattr__ refuses that
 
     def undo() -> None:
@@ -117,6 +120,22 @@ def _anomaly(hooks: Hooks, setting: int) -> Undo:
     return undo
 
 
+def _communication(hooks: Hooks, setting: int) -> Undo:
+    """No exchange: each rank goes on with its own gradients, as in `no_sync()`, and with its own tensors."""
+    wrapped = wrapped_models(list(hooks.modules.called))
+    before = [one.require_backward_grad_sync for one in wrapped]
+    hooks.clock.skipped.add("communication")
+    for one in wrapped:
+        one.require_backward_grad_sync = False
+
+    def undo() -> None:
+        hooks.clock.skipped.discard("communication")
+        for one, was in zip(wrapped, before, strict=True):
+            one.require_backward_grad_sync = was
+
+    return undo
+
+
 def _graphs(hooks: Hooks, setting: int) -> Undo:
     hooks.cut = {}
 
@@ -140,6 +159,7 @@ SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
     "padding": _flag("loaders", "crop"),
     "needless_gradients": _needless,
     "anomaly": _anomaly,
+    "communication": _communication,
     "graphs": _graphs,
     "bf16": _flag("modules", "autocast"),
 }

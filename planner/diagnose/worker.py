@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,12 @@ ONE_RANK = {
     "MASTER_PORT": "0",  # any free one
 }
 
+RANKS_WAIT_S = 300.0
+"""A rank waits so long for the others: longer than the budget, at whose end the process is ended."""
+
+LAST_WAIT_S = 3.0
+"""For the others to hear the last word of rank 0, which serves the store."""
+
 
 def run_script(context: RankContext, request: Request, function: Callable[[], Any] | None) -> None:
     """Runs the script, or the function, until the session ends the process or it ends by itself.
@@ -35,6 +42,7 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
     context.phase("script")
     import torch  # noqa: F401  (the hooks below replace functions of it)
 
+    from autoplan.planner.diagnose.ranks import Peers
     from autoplan.planner.diagnose.sandbox import Sandbox
     from autoplan.planner.diagnose.session import Session
 
@@ -44,13 +52,21 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
         context.report(answer)
 
     def end() -> None:
+        context.leave(LAST_WAIT_S)
         _flush()
         os._exit(0)  # also out of a script that catches every exception
 
-    session = Session(request, sandbox, report, end, lambda text: context.heartbeat(doing=text))
+    peers = None
+    if request.nproc > 1:
+        os.environ.update(TORCHELASTIC_RESTART_COUNT="0", GROUP_RANK="0", GROUP_WORLD_SIZE="1")
+        os.environ.update(ROLE_RANK=str(context.rank), ROLE_WORLD_SIZE=str(context.world_size))
+        peers = Peers(context.open_store(max(RANKS_WAIT_S, 2 * request.budget_s)), context.rank, context.world_size)
+    session = Session(request, sandbox, report, end, lambda text: context.heartbeat(doing=text), peers)
     if request.one_rank:
         os.environ.update(ONE_RANK)
     session.hooks.install()
+    if request.nproc > 1:
+        session.hooks.collectives.install()
     sandbox.install()
     try:
         if request.script is None:
@@ -61,18 +77,21 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
             sys.path.insert(0, os.path.dirname(os.path.realpath(request.script)))
             run_as_main(request.script)
         session.finish()
+        context.leave(LAST_WAIT_S)
     except SystemExit as stop:
         how, error = ("ended", None) if stop.code in (None, 0) else ("raised", f"exit code {_code(stop)}")
         if not isinstance(stop.code, (int, type(None))):
             print(stop.code, file=sys.stderr)
         if how == "ended":
             session.finish()
+            context.leave(LAST_WAIT_S)
         else:
-            session.keep(how=how, error=error)
+            session.keep(how=how, error=error, raised_at=time.monotonic())
     except BaseException as error:
-        session.keep(how="raised", error=_describe(error), line=_line_of(error))
+        session.keep(how="raised", error=_describe(error), line=_line_of(error), raised_at=time.monotonic())
     _flush()
-    os._exit(0)  # what the script has registered for its end is of no use here
+    failed = session.answer.how == "raised" and request.nproc > 1  # so that the other ranks are ended
+    os._exit(int(failed))  # what the script has registered for its end is of no use here
 
 
 def _free_folders(context: RankContext) -> tuple[str, ...]:
