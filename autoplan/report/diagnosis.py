@@ -39,7 +39,7 @@ def part_rows(found: Diagnosis) -> facts.Rows:
 
 def rank_rows(found: Diagnosis) -> facts.Rows:
     """The ranks: the step as it is, the step when none waits for another, and the largest part with its line."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             str(one.rank),
             format_seconds(one.step_s),

@@ -142,8 +142,8 @@ def rank_block(steps: Sequence[Step], peers: Peers) -> RankBlock:
     """A block in which the ranks exchanged nothing, from the steps of this rank and those of the others."""
     parts: dict[str, float] = {}
     for step in steps:
-        for part, seconds in step.parts.items():
-            parts[part] = parts.get(part, 0.0) + seconds / len(steps)
+        for part, own in step.parts.items():
+            parts[part] = parts.get(part, 0.0) + own / len(steps)
     given = peers.gather([[one.seconds for one in steps], [one.inputs for one in steps], parts])
     seconds, inputs = [one[0] for one in given], [one[1] for one in given]
     most, mean = (sum(map(function, zip(*inputs, strict=True))) for function in (max, statistics.fmean))
