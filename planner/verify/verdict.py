@@ -5,6 +5,7 @@ In: the plan, a `Parity`, a `Trial`, this machine. Out: a `Verification`. Nothin
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Literal
 
@@ -45,6 +46,9 @@ QUOTA_SHARE = 0.05
 
 CLOCK_SHARE = 0.03
 """A median clock that is lower by more than this is a cause."""
+
+CORE_FACTOR = 1.1
+"""So many times as slow a core is a cause: a fixed calculation on it scatters by a few percent on a quiet machine."""
 
 
 class Cause(Record):
@@ -136,21 +140,26 @@ def find_causes(plan: Plan, window: Window | None, differences: Sequence[Differe
         window: What others did while it ran here; None: not known.
         differences: Between where it was found and here.
     """
-    causes = [] if window is None else _seen(plan, window)
+    same_hardware = all(difference.kind != "hardware" for difference in differences)
+    causes = [] if window is None else _seen(plan, window, same_hardware)
     causes += [Cause(kind=difference.kind, text=difference.text) for difference in differences]
     nothing = "nothing that explains it was seen: the same hardware and versions, and nothing else ran"
     return causes or [Cause(kind="unknown", text=nothing)]
 
 
-def _seen(plan: Plan, window: Window) -> list[Cause]:
+def _seen(plan: Plan, window: Window, same_hardware: bool) -> list[Cause]:
     causes = []
     slowed = sorted(SLOWDOWNS.intersection(window.clock_events))
     if slowed:
         causes.append(Cause(kind="clocks", text=f"the GPU was throttled ({', '.join(slowed)})"))
-    then, now = _clock_of(plan), window.sm_clock_hz
+    then, now = _then(plan, "sm_clock_hz"), window.sm_clock_hz
     if not slowed and then is not None and now is not None and now < (1.0 - CLOCK_SHARE) * then:
         text = f"the GPU's clock was {now / 1e6:.0f} MHz, and {then / 1e6:.0f} MHz where the plan was measured"
         causes.append(Cause(kind="clocks", text=text))
+    there, here = _then(plan, "core_s") if same_hardware else None, window.core_s
+    if there is not None and here is not None and here > CORE_FACTOR * there:
+        text = f"a fixed calculation took {here * 1e3:.2f} ms, and {there * 1e3:.2f} ms there"
+        causes.append(Cause(kind="clocks", text=f"the cores were slower than where the plan was measured: {text}"))
     if window.disturbed is not None and not slowed:
         causes.append(Cause(kind="others", text=window.disturbed))
     if window.throttled_s > QUOTA_SHARE * window.seconds:
@@ -160,8 +169,8 @@ def _seen(plan: Plan, window: Window) -> list[Cause]:
     return causes
 
 
-def _clock_of(plan: Plan) -> float | None:
-    """The GPU's clock in the trials that the plan's speed is of."""
-    trials = [trial for trial in plan.evidence if trial.number in plan.measurement.trials and trial.window is not None]
-    clocks = sorted(trial.window.sm_clock_hz for trial in trials if trial.window and trial.window.sm_clock_hz)
-    return clocks[len(clocks) // 2] if clocks else None
+def _then(plan: Plan, figure: Literal["sm_clock_hz", "core_s"]) -> float | None:
+    """A figure of the windows of the trials that the plan's speed is of: the median."""
+    windows = [trial.window for trial in plan.evidence if trial.number in plan.measurement.trials]
+    known = [value for window in windows if (value := getattr(window, figure, None))]
+    return statistics.median(known) if known else None

@@ -78,12 +78,14 @@ def test_where_nothing_differs_no_cause_is_made_up() -> None:
         ({"clock_events": (THROTTLED,)}, "clocks", THROTTLED, 4),
         ({"throttled_s": 30.0}, "quota", "0.5 s a second", 4),
         ({"sm_clock_hz": 1.2e9}, "clocks", "1200 MHz, and 1900 MHz", 4),
+        ({"core_s": 1.5e-3}, "clocks", "1.50 ms, and 1.20 ms there", 4),
+        ({"core_s": 1.25e-3}, "unknown", "nothing", 3),
         ({"clock_events": ("sw_power_cap",)}, "unknown", "nothing", 3),
     ],
 )
 def test_what_was_seen_is_the_cause(window: dict[str, Any], kind: str, words: str, code: int) -> None:
     plan = with_spread(0.01)
-    then = Window(seconds=60.0, sm_clock_hz=1.9e9)
+    then = Window(seconds=60.0, sm_clock_hz=1.9e9, core_s=1.2e-3)
     evidence = [
         trial.model_copy(update={"window": then}) if trial.number in plan.measurement.trials else trial
         for trial in plan.evidence
