@@ -11,10 +11,10 @@ side by side) gains by the chance that the choice between them is wrong now; a p
 leader fails it and the time spent around it was lost; a probe or a trace by the looks that it spares.
 
 No piece has a share of the budget. There is one constraint: after a piece, the time that is left must hold what the
-leader still needs, and what the configuration needs that the piece may make the leader: its parity check and two rounds
-of the claim. The plain run needs nothing: it is the plan if nothing faster is found. If the budget holds no look with
-its claim (the plain run alone takes a third of it), looks and the parity check go on without one: a checked plan whose
-speed-up rests on single looks is worth more than none.
+leader still needs, and what the configuration needs that the piece may make the leader: its parity check and the rounds
+of the claim (two, and more where runs differ much). The plain run needs nothing: it is the plan if nothing faster is
+found. If the budget holds no look with its claim (the plain run alone takes a third of it), looks and the parity check
+go on without one: a checked plan whose speed-up rests on single looks is worth more than none.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ Array = NDArray[np.float64] | np.float64
 
 Kind = Literal["baseline", "probe", "trace", "look", "compile ahead", "hand setting", "pair", "parity", "claim", "end"]
 EndedBy = Literal["time", "max_trials", "nothing_left"]
-
-CLAIM_ROUNDS = 2
-"""Rounds of the claim that every leader needs: with one, a disturbed run could not be told from a slow plan."""
 
 LEAST_PAIR_GAIN = 0.003
 """A pair that is expected to gain less (as a share of the speed) is not made: the two are the same to a user."""

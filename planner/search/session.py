@@ -99,6 +99,7 @@ class Session:
     unpaired: set[TrainingConfig] = field(default_factory=set)
     traced: set[TrainingConfig] = field(default_factory=set)
     taken: frozenset[str] = frozenset()
+    _spread: tuple[int, Spread] | None = None  # by the number of trials
 
     @property
     def objective(self) -> Objective:
@@ -108,7 +109,10 @@ class Session:
     @property
     def run_spread(self) -> Spread:
         """Between runs of one configuration on this device, by what is known now."""
-        return measured_spread(self.store.trials)
+        trials = self.store.trials
+        if self._spread is None or self._spread[0] != len(trials):
+            self._spread = len(trials), measured_spread(trials)
+        return self._spread[1]
 
     @property
     def left_s(self) -> float:

@@ -13,9 +13,8 @@ import numpy as np
 
 from autoplan.planner.records.trials import WorkLine
 from autoplan.planner.search.candidate_model import ordered, prospects
-from autoplan.planner.search.claim import claim_progress, rounds_needed
+from autoplan.planner.search.claim import LEAST_ROUNDS, claim_progress, rounds_kept, rounds_needed
 from autoplan.planner.search.next_work import (
-    CLAIM_ROUNDS,
     HAND_GAIN,
     LEAST_PAIR_GAIN,
     Option,
@@ -241,7 +240,8 @@ def needs_s(session: Session, config: TrainingConfig, look_s: float | None = Non
     plain = session.baseline
     if plain is None or config == plain.config:
         return 0.0
-    return check_s(session, config) + SLOW_MOMENTS * CLAIM_ROUNDS * round_s(session, config, look_s)
+    rounds = rounds_kept(session.run_spread)
+    return check_s(session, config) + SLOW_MOMENTS * rounds * round_s(session, config, look_s)
 
 
 def leader_needs_s(session: Session, leader: CandidateRuns) -> float:
@@ -250,7 +250,11 @@ def leader_needs_s(session: Session, leader: CandidateRuns) -> float:
     if plain is None or leader.config == plain.config:
         return 0.0
     claim = _claim(session, leader)
-    return check_s(session, leader.config) + (0.0 if claim is None else SLOW_MOMENTS * claim.cost_s)
+    if claim is None:
+        return check_s(session, leader.config)
+    if session.claim_rounds(leader.config) is None:
+        return needs_s(session, leader.config)
+    return check_s(session, leader.config) + SLOW_MOMENTS * claim.cost_s
 
 
 def check_s(session: Session, config: TrainingConfig) -> float:
@@ -329,7 +333,7 @@ def _claim(session: Session, leader: CandidateRuns) -> Option | None:
     plain = session.baseline
     if plain is None or leader.config == plain.config or session.claim_is_over(leader.config):
         return None
-    left = CLAIM_ROUNDS
+    left = LEAST_ROUNDS
     began = session.claim_rounds(leader.config)
     if began is not None:
         quiet, made = claim_progress(session.store.trials, began)
@@ -348,4 +352,4 @@ def claim_size(session: Session, leader: CandidateRuns) -> int:
     assert plain is not None and plain.step_time_s is not None
     gain = math.log(plain.step_time_s.median / leader.step_time.median)
     affordable = int(session.left_s / max(round_s(session, leader.config), 1e-9))
-    return max(CLAIM_ROUNDS, min(rounds_needed(session.run_spread, gain), affordable))
+    return max(LEAST_ROUNDS, min(rounds_needed(session.run_spread, gain), affordable))

@@ -12,6 +12,7 @@ import pytest
 
 from autoplan.planner.records.trials import ClaimRounds, Interval, Outcome, Trial, Window
 from autoplan.planner.search.claim import (
+    LEAST_ROUNDS,
     MOST_ROUNDS,
     NOT_TOLD_APART,
     ROUNDS_AGAIN,
@@ -21,6 +22,7 @@ from autoplan.planner.search.claim import (
     drift,
     is_claim_over,
     is_no_gain,
+    rounds_kept,
     rounds_needed,
 )
 from autoplan.planner.search.next_work import Work, next_work
@@ -374,6 +376,10 @@ def test_the_assumed_spread_gives_way_to_what_is_measured():
     assert rounds_needed(quiet, 0.0) == 2 and rounds_needed(loud, 0.1) == MOST_ROUNDS
     assert rounds_needed(ASSUMED, 1.0) == 2
     assert rounds_needed(loud, 0.01) == ROUNDS_WITHOUT_HOPE
+    kept = [rounds_kept(Spread(sd=sd, assumed=sd)) for sd in (0.01, 0.07, 0.15, 0.2, 0.5)]
+    assert (
+        kept == sorted(kept) and kept[:2] == [LEAST_ROUNDS] * 2 and kept[2] > LEAST_ROUNDS and kept[-1] == MOST_ROUNDS
+    )
 
 
 def test_what_is_a_tie_depends_on_the_measured_spread():

@@ -15,7 +15,7 @@ from autoplan.cli.search_result import next_step
 from autoplan.planner.records.trials import Outcome
 from autoplan.planner.search import state as search_state
 from autoplan.planner.search import work as search_work
-from autoplan.planner.search.next_work import CLAIM_ROUNDS
+from autoplan.planner.search.claim import LEAST_ROUNDS
 from autoplan.planner.search.objective import DROP_LEVEL, drop_level
 from autoplan.planner.search.plan_maker import PLAIN_PARITY
 from autoplan.planner.search.selection import collect_runs, measured_spread, rank
@@ -69,7 +69,7 @@ def test_a_search_finds_checks_and_claims_and_says_where_its_time_went(searches:
     for left_s, time_s in world.check_times:
         assert 0 < time_s < left_s / 2, "no check takes what is left for looks and rounds"
     first_claim = kinds.index("claim")
-    assert set(kinds[first_claim:]) == {"claim"} and len(kinds[first_claim:]) >= CLAIM_ROUNDS
+    assert set(kinds[first_claim:]) == {"claim"} and len(kinds[first_claim:]) >= LEAST_ROUNDS
     assert [line.began_s for line in plan.ledger] == sorted(line.began_s for line in plan.ledger)
     assert sum(line.seconds for line in plan.ledger) == pytest.approx(found.result.spent_s)
     assert all(line.why for line in plan.ledger)
@@ -89,7 +89,7 @@ def test_the_budget_holds_what_the_leader_needs(searches: Searches):
     flat = World(seconds=lambda config: 0.3 if config == PLAIN else 0.25, candidates=many, width=2.0, check_s=6.9)
     found = searches.search(flat, budget=60.0)
     plan = plan_of(found)
-    assert found.session.ended_by == "time" and plan.claim.rounds >= CLAIM_ROUNDS
+    assert found.session.ended_by == "time" and plan.claim.rounds >= LEAST_ROUNDS
     assert flat.purposes().count("search") > 3 and flat.checked
     assert found.result.spent_s <= 1.05 * 60.0
 
@@ -415,7 +415,7 @@ def test_another_sampler_draws_and_its_leader_is_proved_like_any_other(searches:
     world = World(candidates=candidates, check_s=16.0)
     found = searches.search(world, sampler=sampler, budget=55.0)
     plan = plan_of(found)
-    assert plan.parity.passed and plan.claim.rounds >= CLAIM_ROUNDS, "time was left for its proof"
+    assert plan.parity.passed and plan.claim.rounds >= LEAST_ROUNDS, "time was left for its proof"
     looks = [trial.config for trial in found.result.trials if not trial.is_repeat]
     assert len(looks) == len(set(looks)) > 3
     assert found.session.ended_by == "time"
@@ -534,4 +534,4 @@ def test_a_claim_is_as_long_as_what_it_has_to_show_and_never_longer_than_the_tim
         (claim,) = found.session.store.claims
         rounds[gain, budget] = claim.rounds
         assert found.result.spent_s <= 1.05 * budget
-    assert rounds[2.0, 300.0] == CLAIM_ROUNDS < rounds[1.04, 60.0] < rounds[1.04, 300.0]
+    assert rounds[2.0, 300.0] == LEAST_ROUNDS < rounds[1.04, 60.0] < rounds[1.04, 300.0]
