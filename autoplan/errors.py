@@ -28,7 +28,10 @@ from __future__ import annotations
 import re
 
 KEYWORDS = {
-    **{name.replace("_", "-"): name for name in ("budget", "max_trials", "fix", "bound", "device", "memory_limit")},
+    **{
+        name.replace("_", "-"): name
+        for name in ("budget", "max_trials", "max_device_hours", "fix", "bound", "device", "memory_limit")
+    },
     **{name.replace("_", "-"): name for name in ("nproc", "sampler", "out", "store", "fresh", "dry_run", "seed")},
     **{
         name.replace("_", "-"): name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import stat
 import tempfile
@@ -162,3 +163,15 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+def source_version() -> str:
+    """The version of autoplan and a digest of its sources: what works together has the same."""
+    import autoplan
+
+    digest = hashlib.sha256()
+    for folder, folders, files in os.walk(Path(autoplan.__file__).parent, followlinks=True):
+        folders.sort()
+        for name in sorted(name for name in files if name.endswith(".py")):
+            digest.update(Path(folder, name).read_bytes())
+    return f"{autoplan.__version__} ({digest.hexdigest()[:8]})"

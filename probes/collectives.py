@@ -141,10 +141,29 @@ def make_reading(entry: Mapping[str, Any]) -> CollectiveReading:
 def measure_collectives(
     context: RankContext, device: str, sizes_bytes: Sequence[int], groups: Sequence[int], budget_s: float
 ) -> dict[str, Any]:
-    """Runs in every rank: times each operation over each group. All ranks take the same list in the same order.
+    """Runs in every rank: times each operation over the first so many ranks. See `measure_groups`."""
+    asked = [(list(range(size)), list(OPERATIONS)) for size in groups]
+    return measure_groups(context, device, sizes_bytes, asked, budget_s)
+
+
+def measure_groups(
+    context: RankContext,
+    device: str,
+    sizes_bytes: Sequence[int],
+    asked: Sequence[tuple[Sequence[int], Sequence[str]]],
+    budget_s: float,
+) -> dict[str, Any]:
+    """Runs in every rank: times operations over groups. All ranks take the same list in the same order.
+
+    Args:
+        context: This rank.
+        device: cuda (NCCL) or cpu (gloo).
+        sizes_bytes: Payloads.
+        asked: The ranks of each group, and its operations.
+        budget_s: Seconds for all of it.
 
     Returns:
-        `entries` (operation, backend, group_size, samples, spread) and `notes`.
+        Of the groups that this rank is in: `entries` (operation, backend, group_size, ranks, samples, spread); `notes`.
     """
     import torch
     import torch.distributed as dist
@@ -160,13 +179,12 @@ def measure_collectives(
     entries: list[dict[str, Any]] = []
     notes: list[str] = []
     place = torch.device("cuda", context.local_rank) if device == "cuda" else torch.device("cpu")
-    share = budget_s / max(1, len(groups) * len(OPERATIONS))
-    for size in groups:
-        group = dist.new_group(list(range(size)))
-        for operation in OPERATIONS:
-            member = context.rank < size
+    share = budget_s / max(1, sum(len(operations) for _, operations in asked))
+    for ranks, operations in asked:
+        group, size = dist.new_group(list(ranks)), len(ranks)
+        for operation in operations:
             entry = None
-            if member:
+            if context.rank in ranks:
                 entry = _measure_operation(operation, group, size, sizes_bytes, place, share)
             dist.barrier()  # the other ranks wait, so that nothing else uses the links
             if entry is None:
@@ -174,7 +192,8 @@ def measure_collectives(
             if "reason" in entry:
                 notes.append(f"{backend} {operation} over {size} ranks is left out: {entry['reason']}")
             else:
-                entries.append(entry | {"operation": operation, "backend": backend, "group_size": size})
+                named = {"operation": operation, "backend": backend, "group_size": size, "ranks": list(ranks)}
+                entries.append(entry | named)
     dist.destroy_process_group()
     return {"entries": entries, "notes": notes}
 

@@ -197,7 +197,7 @@ def with_collectives(
         device=kind,
         ranks=ranks,
         budget_s=COLLECTIVES_S,
-        memory_limit_bytes=_host_limit_bytes(profile.host),
+        memory_limit_bytes=host_limit_bytes(profile.host),
     )
     return _with_notes(profile.model_copy(update={"collectives": readings or profile.collectives}), list(notes))
 
@@ -244,24 +244,13 @@ def _measure(
     from autoplan.processes import Task, run_again
 
     targets = one_of_each_model([d for d in profile.devices if d.type == kind])
-    requests = [
-        ProbeRequest(
-            type=device.type,
-            index=device.index,
-            budget_s=measure_s / len(targets),
-            threads=choose_threads(profile.host),
-            memory_limit_bytes=_tensor_limit_bytes(device),
-            cache_bytes=_cache_bytes(device),
-            brief=brief,
-        )
-        for device in targets
-    ]
+    requests = [make_request(profile, device, measure_s / len(targets), brief=brief) for device in targets]
     task = Task(
         target="autoplan.probes.worker:probe_devices",
         args=(requests,),
         deadlines_s={"*": 3 * measure_s + 30},
         total_deadline_s=3 * measure_s + 90,  # a first CUDA context can take tens of seconds
-        memory_limit_bytes=_host_limit_bytes(profile.host),
+        memory_limit_bytes=host_limit_bytes(profile.host),
     )
     report = run_again(zygote, task, on_progress=_progress_reporter(on_progress)).report
     result = report.ranks[0].result if report.ranks else None
@@ -273,6 +262,19 @@ def _measure(
     if not _came_to_their_end(measured, profile, kind):
         notes.append(f"the probes did not come to their end: {report.describe()}")
     return measured, notes
+
+
+def make_request(profile: HardwareProfile, device: Device, budget_s: float, *, brief: bool = False) -> ProbeRequest:
+    """What a rank is asked for to measure a device of this machine."""
+    return ProbeRequest(
+        type=device.type,
+        index=device.index,
+        budget_s=budget_s,
+        threads=choose_threads(profile.host),
+        memory_limit_bytes=_tensor_limit_bytes(device),
+        cache_bytes=_cache_bytes(device),
+        brief=brief,
+    )
 
 
 def one_of_each_model(devices: Sequence[Device]) -> list[Device]:
@@ -315,7 +317,7 @@ def _progress_reporter(on_progress: Callable[[str], None] | None) -> Callable[[A
     return report_progress
 
 
-def _host_limit_bytes(host: Host) -> int | None:
+def host_limit_bytes(host: Host) -> int | None:
     """Bytes of the host's memory that the processes of a probe may take together: 80 % of what is free."""
     available = host.memory_available_bytes.value
     return int(0.8 * available) if available else None

@@ -90,6 +90,7 @@ def explain_command(
                 "knobs": knobs,
                 "left_out": [family.model_dump(mode="json") for family in loaded.left_out],
                 "failed_trials": [t.model_dump(mode="json") for t in loaded.evidence if t.outcome.value != "ok"],
+                "nodes": None if loaded.nodes is None else loaded.nodes.model_dump(mode="json"),
                 "notes": list(loaded.notes),
             }
         )
@@ -169,6 +170,7 @@ def _print(plan: Plan, knobs: list[dict[str, Any]], *, everything: bool) -> None
         terminal.show_table(console, facts.trial_rows(failed, unit), title="Trials that did not run to their end")
         terminal.show_table(console, facts.alternatives(plan), title="Next best")
         terminal.show_table(console, facts.left_out_rows(plan.left_out), title="Ruled out, never tried")
+        terminal.say(console, "hardware", facts.hardware_line(plan))
         terminal.say(console, "parity", facts.parity_words(plan.parity))
         for note in plan.notes:
             terminal.say(console, "note", note)

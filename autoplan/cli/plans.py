@@ -46,6 +46,20 @@ MemoryOption = Annotated[
 WaitOption = Annotated[
     bool, typer.Option("--wait", help="Wait while a search measures on the device. Default: exit code 4.")
 ]
+LauncherOption = Annotated[
+    str | None,
+    typer.Option(
+        "--launcher",
+        metavar="NAME",
+        help="What starts the ranks on --nodes: elastic, slurm or ray; local: all on this machine (docs/nodes.md).",
+    ),
+]
+NodesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--nodes", metavar="NxR", help="With --launcher: N nodes with R ranks each. Default: as the plan was measured."
+    ),
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
 
 

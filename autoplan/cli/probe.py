@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli import output
+from autoplan.errors import UsageError
 from autoplan.units import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
+    from autoplan.probes.nodes import NodesProfile
     from autoplan.probes.profile import Device, HardwareProfile, Host
     from autoplan.record import Reading
 
@@ -27,12 +29,28 @@ def probe_command(
         str | None,
         typer.Option("--device", help="cuda or cpu. Default: the GPUs, if the machine has any.", metavar="DEVICE"),
     ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            "--launcher",
+            metavar="NAME",
+            help="elastic, slurm or ray: measure several nodes, and the links between them.",
+        ),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option("--nodes", metavar="NxR", help="With --launcher: N nodes with R ranks (GPUs) each: 2x8."),
+    ] = None,
 ) -> None:
     """Measure what this machine can do.
 
     Measured are matrix products, attention, memory, transfers and kernel launches. The machine's limits and state are
-    read. A second call answers from a cache.
+    read. A second call answers from a cache. With --launcher each node is measured, and what is slower than the others
+    is named (docs/nodes.md); that is not cached.
     """
+    if launcher is not None or nodes is not None:
+        _probe_nodes(launcher, nodes, device, json)
+        return
     from autoplan.probes.run import run_probes
 
     with output.progress("measuring this machine, some 12 s", once=True) as tell:
@@ -41,6 +59,77 @@ def probe_command(
         sys.stdout.write(profile.model_dump_json(indent=2) + "\n")
         return
     show_profile(profile)
+
+
+def _probe_nodes(launcher: str | None, nodes: str | None, device: str | None, json: bool) -> None:
+    from autoplan.probes.nodes import probe_nodes
+
+    if launcher is None or nodes is None:
+        given_one = "--launcher" if nodes is None else "--nodes"
+        raise UsageError(f"{given_one} was given alone", hint="Give both, for example --launcher slurm --nodes 2x8.")
+    with output.progress("waiting for the nodes") as tell:
+        found = probe_nodes(launcher, nodes, device=device, on_progress=tell)
+    if json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+    else:
+        show_nodes(found)
+
+
+def show_nodes(found: NodesProfile) -> None:
+    """The nodes and their links on stdout, and what is slow."""
+    _show("Nodes", ("node", "device", "products", "memory bandwidth"), node_rows(found))
+    if found.collectives:
+        rows = [
+            (
+                f"{one.operation} x{one.group_size}",
+                one.backend,
+                format_rate(one.busbw_bytes_per_s),
+                format_time(one.latency_s),
+            )
+            for one in found.collectives
+        ]
+        _show("collectives over all ranks", ("operation", "backend", "bus bandwidth", "latency"), rows)
+    if found.links:
+        _show("links", ("nodes", "one message", "latency", "all-reduce, bus bandwidth"), link_rows(found))
+    console = output.console(stderr=False)
+    for kind, texts in (("slow", found.slow), ("note", found.notes)):
+        for text in texts:
+            console.print(f"{kind}: {text}", markup=False, soft_wrap=True)
+    slow = "" if found.slow else "nothing is slower than its like; "
+    seconds = format_seconds(found.seconds_spent)
+    console.print(f"{slow}{len(found.nodes)} nodes, {seconds}", markup=False, soft_wrap=True)
+
+
+def node_rows(found: NodesProfile) -> list[Row]:
+    """(node, device, best products of each dtype, memory bandwidth) of each device."""
+    from autoplan.probes.nodes import name_of
+
+    rows: list[Row] = []
+    for node in found.nodes:
+        for device in node.profile.devices:
+            if device.type != found.device:
+                continue
+            name = device.name if device.type == "cpu" else f"cuda:{device.index} {device.name}"
+            rates = ", ".join(f"{dtype} {format_rate(rate)}" for dtype, rate in device.peak_flops_per_s.items())
+            memory = device.memory_bandwidth_bytes_per_s
+            rows.append((name_of(node), name, rates or "not measured", "" if memory is None else format_rate(memory)))
+    return rows
+
+
+def link_rows(found: NodesProfile) -> list[Row]:
+    """(nodes, bandwidth of one message, its latency, bus bandwidth of an all-reduce over both) of each pair."""
+    rows: list[Row] = []
+    for link in found.links:
+        one, all_ = link.reading("send_recv"), link.reading("all_reduce")
+        rows.append(
+            (
+                f"{link.a} - {link.b}",
+                "not measured" if one is None else format_rate(one.busbw_bytes_per_s),
+                "" if one is None else format_time(one.latency_s),
+                "not measured" if all_ is None else format_rate(all_.busbw_bytes_per_s),
+            )
+        )
+    return rows
 
 
 def show_profile(profile: HardwareProfile) -> None:

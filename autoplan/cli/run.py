@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from autoplan.cli import ends, output
-from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, UnverifiedOption, load_plan
+from autoplan.cli.plans import (
+    DEFAULT_PLAN,
+    ChangedOption,
+    LauncherOption,
+    ModelOption,
+    NodesOption,
+    PlanArgument,
+    UnverifiedOption,
+    load_plan,
+)
 from autoplan.errors import ConfigError, DeviceError, UsageError
 from autoplan.units import format_number, format_seconds
 
 if TYPE_CHECKING:
     from autoplan.planner.plan.plan import Plan
-    from autoplan.strategies.run import TrainingRun
-    from autoplan.strategies.workloads.spec import Counted
-
-DEFAULT_STEPS = 5
+    from autoplan.planner.verify.steps import PlanRun, StepRecord
 
 
 def run_command(
@@ -38,6 +42,8 @@ def run_command(
             "--steps", metavar="N", help="Without a script: optimizer steps. The first does not count for the speed."
         ),
     ] = None,
+    launcher: LauncherOption = None,
+    nodes: NodesOption = None,
     unverified_ok: UnverifiedOption = False,
     changed_ok: ChangedOption = False,
     model: ModelOption = None,
@@ -45,10 +51,13 @@ def run_command(
 ) -> None:
     """Run a script with a plan, in as many ranks as the plan has.
 
-    Without a script: some steps of the plan's own workload, and their speed. The exit code is the script's.
+    Without a script: some steps of the plan's own workload, and their speed, here or on the nodes of --launcher. The
+    exit code is the script's.
     """
     from autoplan.planner.plan.prepare import check_before_use
     from autoplan.planner.records.trust import own_workload
+    from autoplan.planner.search.nodes import options_for
+    from autoplan.planner.verify.steps import DEFAULT_STEPS, run_plan
 
     if steps is not None and steps < 1:
         raise UsageError(f"--steps is {steps}", hint="Give a whole number of at least 1.")
@@ -56,13 +65,29 @@ def run_command(
         raise UsageError(f"{plan} was given as the plan", hint=f"The plan comes first: autoplan run plan.json {plan}.")
     if script is not None:
         given = {"--steps": steps, "--model": model, "--json": json_output}
+        given |= {"--launcher": launcher, "--nodes": nodes}
         if names := [name for name, value in given.items() if value]:
             raise UsageError(
                 f"{' and '.join(names)} and a script were given: a script runs its own code",
-                hint="Leave it out. What the script itself is to be given goes after --.",
+                hint="Leave it out. What the script itself is to be given goes after --. On several nodes start the "
+                "command with torchrun on each.",
             )
         run_script(plan, script, arguments or [], changed_ok=changed_ok, unverified_ok=unverified_ok)
     loaded = load_plan(plan, unverified_ok)
+    if launcher not in (None, "local"):
+        found = run_plan(
+            loaded,
+            steps=steps or DEFAULT_STEPS,
+            launcher=launcher,
+            nodes=nodes,
+            changed_ok=changed_ok,
+            workload=model,
+            on_step=_say_step,
+        )
+        _show(found, json_output)
+        return
+    if "RANK" not in os.environ:
+        options_for(loaded, launcher, nodes)  # refuses what was measured on several nodes
     # What `prepare` checks in each rank, before any starts; first of all, who named the code that is called.
     named = own_workload(loaded.workload, loaded.study, model)
     check_before_use(loaded.model_copy(update={"workload": named}), changed_ok=changed_ok)
@@ -94,6 +119,13 @@ def run_script(
     said = check_before_use(loaded, changed_ok=changed_ok)
     if said is not None:
         output.console().print(f"warning: {said}", markup=False, soft_wrap=True)
+    if loaded.nodes is not None and "RANK" not in os.environ:
+        output.console().print(
+            f"note: the plan was measured on {loaded.nodes.describe()}; all its ranks start on this machine. On nodes: the "
+            "same command with torchrun on each",
+            markup=False,
+            soft_wrap=True,
+        )
     _say_too_many_threads(loaded, path)
     _end(start([*_runner(script), str(script), *arguments], loaded, path))
 
@@ -179,48 +211,33 @@ def _refuse_too_few_gpus(plan: Plan) -> None:
 
 def _run_workload(plan: Plan, steps: int, changed_ok: bool, model: str | None, json_output: bool) -> None:
     """Some steps of the plan's own workload; the first rank prints the speed."""
+    from autoplan.planner.verify.steps import PlanRun, run_steps
+
     run = plan.prepare(changed_ok=changed_ok, workload=model)
-    records = run_steps(run, steps, plan.workload.counted)
+    records = run_steps(run, steps, plan.workload.counted, on_step=_say_step)
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()  # a process that ends with Gloo's threads running can abort
-    if not is_first_rank():
-        return
-    later = records[1:] or records
-    step_s = statistics.median(record["seconds"] for record in later)
-    rate = statistics.mean(record["items"] for record in later) / step_s
-    measured = plan.measurement.tokens_per_s.median
-    unit = plan.workload.unit
+    if is_first_rank():
+        _show(PlanRun.of(plan, records), json_output)
+
+
+def _say_step(record: StepRecord) -> None:
+    if is_first_rank():
+        sys.stderr.write(f"{record.describe()}\n")
+
+
+def _show(found: PlanRun, json_output: bool) -> None:
+    """The speed, on stdout."""
+    unit, rate, measured = found.unit, found.items_per_s, found.plan_measured
     if json_output:
-        document = {"status": "ok", "steps": records, "step_time_s": step_s, f"{unit}_per_s": rate}
+        steps = [record.model_dump(mode="json") for record in found.steps]
+        document = {"status": "ok", "steps": steps, "step_time_s": found.step_time_s, f"{unit}_per_s": rate}
         output.print_json(document | {"plan_measured": measured})
         return
     sys.stderr.write(f"the plan measured {format_number(measured)} {unit}/s; this run is {rate / measured:.0%} of it\n")
-    print(f"{format_number(rate)} {unit}/s, {format_seconds(step_s)} a step")
-
-
-def run_steps(run: TrainingRun, steps: int, counted: Counted | None = None) -> list[dict[str, Any]]:
-    """Steps on the workload's own batches; a line each on stderr. The clock waits for the device.
-
-    `items` are the tokens, or samples, of a step over all ranks, from this rank's own batch.
-    """
-    from autoplan.strategies.workloads.counting import count_items, find_counted
-
-    records = []
-    for number in range(steps):
-        batch = run.workload.make_batch(run.local_batch, number)
-        started = time.perf_counter()
-        result = run.step(batch)
-        loss = float(result.loss)  # reading it waits for the device
-        seconds = time.perf_counter() - started
-        if counted is None or (counted.by == "function" and run.workload.tokens is None):  # as the plan's file says
-            counted = find_counted(run.workload, batch, run.model)
-        items = count_items(run.workload, counted, batch) * run.config.dp
-        records.append({"step": number + 1, "loss": loss, "seconds": seconds, "items": items})
-        if is_first_rank():
-            sys.stderr.write(f"step {number + 1}: loss {loss:.4f}, {format_seconds(seconds)}\n")
-    return records
+    print(f"{format_number(rate)} {unit}/s, {format_seconds(found.step_time_s)} a step")
 
 
 def is_first_rank() -> bool:

@@ -176,10 +176,7 @@ def search_command(
         show_result(result, Path(given["out"]), whole=verbose)
     if result.status == "interrupted":
         ends.said.append(result.status)
-    code = ends.exit_code(result.exit_code)
-    if asked.launcher == "elastic" and result.status != "interrupted":
-        code = 0  # torchrun would start again what has ended
-    raise typer.Exit(code)
+    raise typer.Exit(ends.exit_code(result.exit_code))
 
 
 def say_what_is_searched(options: SearchOptions) -> None:

@@ -11,8 +11,10 @@ from autoplan.cli import output
 from autoplan.cli.plans import (
     DEFAULT_PLAN,
     ChangedOption,
+    LauncherOption,
     MemoryOption,
     ModelOption,
+    NodesOption,
     PlanArgument,
     QuietOption,
     UnverifiedOption,
@@ -35,19 +37,22 @@ def verify_command(
     ] = "60s",
     memory_limit: MemoryOption = None,
     wait: WaitOption = False,
+    launcher: LauncherOption = None,
+    nodes: NodesOption = None,
     unverified_ok: UnverifiedOption = False,
     changed_ok: ChangedOption = False,
     model: ModelOption = None,
     quiet: QuietOption = False,
     json_output: output.JsonOption = False,
 ) -> None:
-    """Check a plan on this machine.
+    """Check a plan on this machine, or on the nodes of --launcher.
 
     Does it train the same thing as the plain run, does it fit, and how fast is it here? Exit codes: 0 it holds or is
     faster; 3 it is slower, does not fit, does not run, or trains otherwise: search again; 4 it is slower while
     something else used the machine, or something outside ended it: verify again.
     """
     from autoplan.api import found_elsewhere
+    from autoplan.planner.search.nodes import options_for
     from autoplan.planner.verify.measure import make_verifiable, verify_plan
 
     loaded = load_plan(plan, unverified_ok)
@@ -55,9 +60,10 @@ def verify_command(
     loaded, changed = make_verifiable(loaded, model, changed_ok=changed_ok)
     if changed is not None:
         output.console().print(f"warning: {changed}", markup=False, soft_wrap=True)
+    options = options_for(loaded, launcher, nodes, memory_limit=memory_limit, wait=wait)
     elsewhere = found_elsewhere(loaded)
     with contextlib.nullcontext(lambda text: None) if quiet else output.progress("starting") as tell:
-        found = verify_plan(loaded, seconds, memory_limit, wait=wait, on_progress=tell)
+        found = verify_plan(loaded, seconds, options, on_progress=tell)
     if json_output:
         output.print_json(_document(loaded, found, elsewhere))
         if found.exit_code:

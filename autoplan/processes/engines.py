@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autoplan.errors import DeviceError, UsageError
 from autoplan.processes import agent
@@ -31,18 +31,26 @@ ADDRESS_VARIABLE = "AUTOPLAN_ADDRESS"
 """The IPv4 address that the other nodes reach this one at, where the engine's own name for it is not that."""
 KEY = "autoplan/planner"
 _STORE_S = 120.0
+R = TypeVar("R")
 _COMMAND = (sys.executable, "-P", "-m", "autoplan.processes.agent")
 
-# Runs in a process of its own: the planner loads no torch. {"host", "port", "key", "value"} come on stdin.
+# Runs in a process of its own: the planner loads no torch. {"host", "port", "key", "do", "value"} come on stdin.
 _STORE = """
-import datetime, json, sys
+import datetime, json, sys, time
 from torch.distributed import TCPStore
 asked = json.load(sys.stdin)
-store = TCPStore(asked["host"], asked["port"], is_master=False, timeout=datetime.timedelta(seconds=asked["wait_s"]))
-if asked["value"] is None:
-    sys.stdout.write(store.get(asked["key"]).decode())
-else:
-    store.set(asked["key"], asked["value"])
+key, value, wait = asked["key"], asked["value"], datetime.timedelta(seconds=asked["wait_s"])
+store = TCPStore(asked["host"], asked["port"], is_master=False, timeout=wait)
+match asked["do"]:
+    case "set":
+        store.set(key, value)
+    case "delete":
+        store.delete_key(key)
+    case "read":
+        # without a limit: torchrun ends this process, or its store, if the first node fails
+        while not store.check([key]) or (found := store.get(key).decode()) == value:
+            time.sleep(0.2)
+        sys.stdout.write(found)
 """
 
 
@@ -100,17 +108,21 @@ class Elastic:
     def ensure(self, planner: str, token: str) -> None:
         """Tells the agents where the planner is, once."""
         if not self._said:
-            self._store(json.dumps([planner, token]))
+            self._store("set", json.dumps([planner, token]))
             self._said = True
 
     def serve(self) -> int:
-        """Is an agent of the first node's search, until that ends; returns the exit code."""
-        until = time.monotonic() + agent.CONNECT_S
+        """Is an agent of the first node's command, until that ends well; returns the exit code.
+
+        Where that fails, torchrun ends this process too, and starts both again; one that had ended by itself would keep
+        its torchrun from that.
+        """
+        until, known = time.monotonic() + agent.CONNECT_S, ""
         while True:
-            found = json.loads(self._store(None))
-            if found is None:
-                return 0  # the search has ended, and needed no other node
-            try:  # after a restart the store may still name the planner that ended
+            said = self._store("read", known)
+            if (found := json.loads(said)) is None:
+                return 0
+            try:  # after a restart the store may still name the planner that was killed
                 connection = agent.connect(*found)
             except (OSError, agent.RefusedError) as error:
                 if time.monotonic() > until:
@@ -118,15 +130,23 @@ class Elastic:
                     return 1
                 time.sleep(1.0)
                 continue
-            return agent.serve(connection)
+            if (code := agent.serve(connection)) != 0:
+                return code
+            known, until = said, time.monotonic() + agent.CONNECT_S  # the next word: that all is done
 
     def close(self) -> None:
-        """Agents end when the planner says so, those too that were never needed; torchrun waits for them."""
-        self._store(json.dumps(None))
+        """This process is torchrun's again. Agents wait for `leave`."""
         os.environ.update(self._environment)
 
-    def _store(self, value: str | None) -> str:
-        asked = {"host": self._host, "port": self._port, "key": KEY, "value": value, "wait_s": _STORE_S}
+    def leave(self, *, ok: bool) -> None:
+        """Tells the agents that all is done; torchrun ends those of a command that failed."""
+        if ok:
+            self._store("set", json.dumps(None))
+        else:
+            self._store("delete", "")  # else those that torchrun starts next would find it
+
+    def _store(self, do: str, value: str) -> str:
+        asked = {"host": self._host, "port": self._port, "key": KEY, "do": do, "value": value, "wait_s": _STORE_S}
         command = [sys.executable, "-P", "-c", _STORE]
         done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
         if done.returncode:
@@ -180,6 +200,9 @@ class Slurm:
         """Ends the steps that have not ended by themselves."""
         _end(list(self._running.values()))
         self._running.clear()
+
+    def leave(self, *, ok: bool) -> None:
+        """Nothing waits."""
 
 
 class Ray:
@@ -241,6 +264,9 @@ class Ray:
             self._ray.shutdown()
             self._began = False
 
+    def leave(self, *, ok: bool) -> None:
+        """Nothing waits."""
+
 
 class RayNode:
     """The actor: it starts the agent as a process of its own, which ends with the planner."""
@@ -256,6 +282,46 @@ class RayNode:
 
 ENGINES: dict[str, Callable[..., Engine]] = {"elastic": Elastic, "slurm": Slurm, "ray": Ray}
 """By their names in --launcher. Each is made with the number of GPUs on a node."""
+
+
+def open_engine(launcher: str, gpus_per_node: int) -> Engine | None:
+    """What starts agents on the other nodes; None: all runs on this machine.
+
+    Args:
+        launcher: local, or one of ENGINES.
+        gpus_per_node: That an agent needs.
+
+    Raises:
+        SystemExit: torchrun started this process as an agent, and what it was for has ended.
+        AutoplanError: the engine is not installed, or this is no place where it can be used.
+    """
+    if launcher == "local":
+        return None
+    engine = ENGINES[launcher](gpus_per_node)
+    if isinstance(engine, Elastic) and not engine.first:
+        raise SystemExit(engine.serve())
+    return engine
+
+
+def with_engine(launcher: str, gpus_per_node: int, work: Callable[[Engine | None], R], is_ok: Callable[[R], bool]) -> R:
+    """Does some work with what starts agents, and tells these how it ended.
+
+    Args:
+        launcher, gpus_per_node: As `open_engine` takes them.
+        work: Is given the engine.
+        is_ok: Whether its result is a good end, after which torchrun starts nothing again.
+
+    Raises:
+        SystemExit, AutoplanError: as `open_engine`, or as the work does.
+    """
+    engine, ok = open_engine(launcher, gpus_per_node), False
+    try:
+        result = work(engine)
+        ok = is_ok(result)
+        return result
+    finally:
+        if engine is not None:
+            engine.leave(ok=ok)
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -16,6 +16,7 @@ import secrets
 import select
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 from autoplan.errors import DeviceError, UsageError
 from autoplan.processes.agent import encode, prove, set_keepalive
 from autoplan.processes.client import Zygote
+from autoplan.processes.owner import folder_prefix
 from autoplan.processes.report import Ended, ProcessReport, RankReport, StopTask, build_report
 from autoplan.processes.supervisor import EFFECT_WITHIN_S
 from autoplan.processes.task import Placement, Progress, Task
@@ -56,6 +58,18 @@ ORDER = (
 )
 
 
+def parse_layout(text: object) -> tuple[int, int]:
+    """Nodes, and ranks on each, of `2x8`.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,2})", text) if isinstance(text, str) else None
+    if found is None:
+        raise UsageError(f"--nodes is {text!r}", hint="It is the nodes and the ranks on each, for example 2x8.")
+    return int(found[1]), int(found[2])
+
+
 class Engine(Protocol):
     """What starts the agents: SLURM, Ray, torch elastic (engines.py)."""
 
@@ -74,6 +88,9 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Ends what it started; agents end by themselves when the planner is gone."""
+
+    def leave(self, *, ok: bool) -> None:
+        """The command ends, well or not: the last that is called."""
 
 
 class Nodes(Zygote):
@@ -159,7 +176,8 @@ class Nodes(Zygote):
         if task.ranks > self._nodes * self._per_node:
             raise UsageError(f"a task of {task.ranks} ranks was asked for", hint=f"There are {self.layout}.")
         if task.directory is None:
-            raise UsageError("a task over several nodes needs a directory")
+            with tempfile.TemporaryDirectory(prefix=folder_prefix("task")) as folder:
+                return self.run(replace(task, directory=Path(folder)), on_progress=on_progress)
         requested_at = time.monotonic()
         args = encode(task.args)
         self.start()

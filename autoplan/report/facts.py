@@ -300,7 +300,8 @@ def hardware_line(plan: Plan) -> str:
     """The device in a line."""
     device = plan.hardware.device(plan.device)
     cores = f", {device.cores} cores" if device.cores else ""
-    return f"{device.name} ({device.type}{cores}, {format_bytes(device.memory_total_bytes.value)})"
+    nodes = "" if plan.nodes is None else f"{plan.nodes.describe()}, each node: "
+    return f"{nodes}{device.name} ({device.type}{cores}, {format_bytes(device.memory_total_bytes.value)})"
 
 
 def objective_words(plan: Plan) -> str | None:

@@ -94,6 +94,19 @@ class Environment(Record):
     variables: dict[str, str] = Field(default_factory=dict)
 
 
+class PlanNodes(Record):
+    """The nodes that the ranks of a plan were measured on: all of the kind of its `hardware`."""
+
+    count: int = Field(description="of the nodes that its ranks were on")
+    ranks_per_node: int
+    launcher: str = Field(description="what started its ranks there: elastic, slurm or ray")
+    kind: str = Field(description="the same for all of them: 16 hex digits over CPU, GPUs, memory and versions")
+
+    def describe(self) -> str:
+        """`2 nodes with up to 8 rank(s) on each (slurm)`."""
+        return f"{self.count} nodes with up to {self.ranks_per_node} rank(s) on each ({self.launcher})"
+
+
 class PlanRecord(Record):
     """A plan as data: a verified one, or the best so far of a search that ended before (`unverified`)."""
 
@@ -105,6 +118,9 @@ class PlanRecord(Record):
     accumulation: int
     device: Literal["cuda", "cpu"]
     hardware: HardwareProfile
+    nodes: PlanNodes | None = Field(
+        default=None, description="where its ranks were on several nodes; None: they were on one machine"
+    )
     prediction: Prediction | None
     measurement: Measurement
     baseline: Trial
@@ -201,6 +217,8 @@ def _sizes(plan: PlanRecord) -> Iterator[str]:
         "workload.sequence_length": 1 if length is None else length,
         "accumulation": plan.accumulation,
     }
+    if plan.nodes is not None:
+        counts |= {"nodes.count": plan.nodes.count, "nodes.ranks_per_node": plan.nodes.ranks_per_node}
     for name, value in counts.items():
         if not 1 <= value <= MAX_COUNT:
             yield f"{name} is {value}; it is at least 1 and at most 2**40"
@@ -226,13 +244,15 @@ def _batch(plan: PlanRecord) -> Iterator[str]:
 
 def _device(plan: PlanRecord) -> Iterator[str]:
     devices = [device for device in plan.hardware.devices if device.type == plan.device]
+    ranks, nodes = plan.config.world_size, plan.nodes
+    if nodes is not None and ranks > nodes.count * nodes.ranks_per_node:
+        yield f"it has {ranks} ranks, and its nodes have {nodes.count} x {nodes.ranks_per_node}"
+    here = ranks if nodes is None else nodes.ranks_per_node
     if not devices:
         yield f"it is for {plan.device}, and its hardware has no such device"
-    elif plan.device == "cuda" and plan.config.world_size > len(devices):
-        yield (
-            f"dp_replicate x dp_shard x tp x pp = {plan.config.world_size} ranks, and its hardware has "
-            f"{len(devices)} GPU(s)"
-        )
+    elif plan.device == "cuda" and here > len(devices):
+        named = f"dp_replicate x dp_shard x tp x pp = {ranks} ranks" if nodes is None else f"{here} ranks on each node"
+        yield f"{named}, and its hardware has {len(devices)} GPU(s)"
 
 
 def _parity(plan: PlanRecord) -> Iterator[str]:

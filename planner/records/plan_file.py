@@ -26,7 +26,7 @@ MAX_INTEGER = 2**63 - 1
 
 # The measured part: what the search trained, how, and what it found. Places, names and sentences are not in it.
 SEALED = ("accumulation", "baseline", "config", "device", "evidence", "hardware", "measurement", "parity", "speedup")
-SEALED_ALSO = ("claim", "environment", "hand", "training", "unverified", "workload")
+SEALED_ALSO = ("claim", "environment", "hand", "nodes", "training", "unverified", "workload")
 _FREE_OF_WORKLOAD = ("reference", "name", "defaults_used", "notes", "unhashed", "payload")
 
 # What a terminal takes as a command, and what other programs take as the end of a line: C0 and C1 without tab and

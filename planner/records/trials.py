@@ -258,6 +258,7 @@ class WorkLine(Record):
     config: TrainingConfig | None = None
     began_s: float = Field(description="of the budget, spent before it")
     seconds: float
+    devices: int = Field(default=1, description="GPUs, on CPU machines, that its planner held meanwhile")
     predicted_s: float = 0.0
     gain: float = Field(default=0.0, description="expected, in the natural logarithm of the plan's speed")
     why: str = Field(default="", description="a clause for people")

@@ -16,6 +16,7 @@ from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.loading import Loading
 from autoplan.planner.records.trials import Outcome
 from autoplan.planner.search.candidate_model import find_untried
+from autoplan.planner.search.device_hours import alone_s
 from autoplan.planner.search.objective import best_trial, order
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, UNCHECKED, make_plan
@@ -29,7 +30,7 @@ from autoplan.planner.trials.runner import make_attempt
 from autoplan.processes import ProcessReport
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
-from autoplan.units import format_bytes
+from autoplan.units import format_bytes, format_number
 
 ENDED = {
     "interrupted": "the search was interrupted",
@@ -45,6 +46,7 @@ class SearchRun:
     Attributes:
         options, observer, store: What it was given.
         budget_s: Seconds over all runs of the search.
+        devices: That this planner holds.
         context: None until the machine and the workload are known.
         session: None until trials can run.
         kept: The configuration of the unverified plan in the store; None: there is none of this run of the search.
@@ -55,6 +57,7 @@ class SearchRun:
     observer: SearchObserver
     store: Store
     budget_s: float
+    devices: int = 1
     context: SearchContext | None = None
     session: Session | None = None
     kept: TrainingConfig | None = None
@@ -313,7 +316,11 @@ def budget_ended(run: SearchRun, before: str, *, ended_by: str = "time", needed_
     something was measured.
     """
     minutes = max(1, math.ceil(max(2 * run.budget_s, needed_s or 0.0) / 60))
-    hint = f"Give it more time, for example --budget {minutes}m; what finished is not repeated."
+    more = f"--budget {minutes}m"
+    limit = run.options.max_device_hours
+    if limit is not None and run.budget_s >= alone_s(run.options, run.devices):
+        more = f"--max-device-hours {format_number(2 * limit)}"
+    hint = f"Give it more time, for example {more}; what finished is not repeated."
     best = None if run.session is None else run.session.best
     if run.session is not None and best is not None and best.step_time_s is not None:
         drawn = run.session.sampler is not None

@@ -1,38 +1,77 @@
-"""Where the ranks of a search run: on this machine, or on several nodes that --launcher starts agents on."""
+"""Where the ranks of a search, or of a plan, run: on this machine, or on nodes that --launcher starts agents on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from autoplan.errors import PlanError, UsageError
+from autoplan.files import source_version
 from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.preload import preload_for
 from autoplan.processes import Zygote
 
 if TYPE_CHECKING:
+    from autoplan.planner.records.plan import PlanRecord
     from autoplan.probes.profile import HardwareProfile
     from autoplan.processes import RankContext
     from autoplan.processes.nodes import Engine
 
 DESCRIBE = f"{__name__}:describe_node"
+R = TypeVar("R")
 
 
-def open_engine(options: SearchOptions) -> Engine | None:
-    """What starts agents on the other nodes; None: the search runs on this machine.
+def options_for(plan: PlanRecord, launcher: str | None = None, nodes: str | None = None, **more: Any) -> SearchOptions:
+    """The options of a search of the plan's workload on the nodes that were given, else on those it was measured on.
+
+    Args:
+        plan: The plan.
+        launcher: None: the plan's ranks run on this machine, and were measured on one.
+        nodes: As in a search; None: as many as the plan was measured on.
+        more: Further options.
 
     Raises:
-        SystemExit: torchrun started this process as an agent, and the search that it was for has ended.
+        PlanError: the plan was measured on several nodes, and no launcher was given.
+        UsageError: the nodes do not hold the plan's ranks, or are given without a launcher.
+    """
+    measured, ranks = plan.nodes, plan.config.world_size
+    if launcher is None and measured is not None:
+        raise PlanError(
+            f"the plan was measured on {measured.describe()}, and no launcher was given: its {ranks} ranks would all "
+            "run on this machine",
+            hint=f"Start it on such nodes with --launcher {measured.launcher} (or another), or on this machine with "
+            "--launcher local.",
+        )
+    if launcher not in (None, "local") and nodes is None and measured is not None:
+        nodes = f"{measured.count}x{measured.ranks_per_node}"
+    place: dict[str, Any] = {"device": plan.device, "launcher": launcher or "local", "nodes": nodes}
+    options = SearchOptions(spec=plan.workload, **place, **more)
+    most = options.layout[0] * options.layout[1]
+    if nodes is not None and most < ranks:
+        raise UsageError(f"the plan has {ranks} ranks, and --nodes {nodes} have {most}")
+    return options
+
+
+def with_engine(options: SearchOptions, work: Callable[[Engine | None], R], exit_code: Callable[[R], int]) -> R:
+    """Does some work with what starts agents, and tells these how it ended.
+
+    Args:
+        options: Which launcher.
+        work: Is given the engine; None: all runs on this machine.
+        exit_code: Of what came of it: 0 if torchrun shall not start it again.
+
+    Raises:
+        SystemExit: torchrun started this process as an agent, and what it was for has ended.
         AutoplanError: the engine is not installed, or this is no place where it can be used.
     """
     if options.launcher == "local":
-        return None
-    from autoplan.processes.engines import ENGINES, Elastic
+        return work(None)
+    from autoplan.probes.run import pick_device, read_host_profile
+    from autoplan.processes import engines
 
-    engine = ENGINES[options.launcher](options.layout[1] if options.device != "cpu" else 0)
-    if isinstance(engine, Elastic) and not engine.first:
-        raise SystemExit(engine.serve())
-    return engine
+    gpus = options.layout[1] if pick_device(read_host_profile(), options.device) == "cuda" else 0
+    return engines.with_engine(options.launcher, gpus, work, lambda result: exit_code(result) == 0)
 
 
 def make_launcher(
@@ -57,8 +96,6 @@ def make_launcher(
 
 def describe(profile: HardwareProfile) -> dict[str, Any]:
     """What all nodes of a search must have in common."""
-    from autoplan.planner.store.database import source_version
-
     gpus = [device.name for device in profile.devices if device.type == "cuda"]
     kind = {"GPUs": ", ".join(gpus) or "none", "CPU": profile.host.cpu_model, "torch": profile.host.torch}
     return {"autoplan": source_version(), **kind, "hardware": profile.kind}

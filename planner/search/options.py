@@ -7,7 +7,6 @@ the keywords of `autoplan.search` (autoplan/api.py) and the flags of `autoplan s
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from autoplan.planner.records.trials import (
 )
 from autoplan.planner.space.bounds import Bound, bound_of, parse_bound
 from autoplan.probes.profile import HardwareProfile
+from autoplan.processes.nodes import parse_layout
 from autoplan.record import Record
 from autoplan.strategies.config import LOSSY, TORCHAO_INSTALL, TrainingConfig, knobs
 from autoplan.strategies.knob_text import check_knob, parse_knob
@@ -139,9 +139,8 @@ def _check_storage(value: Any, info: ValidationInfo) -> str | None:
 
 
 def _check_nodes(value: Any, info: ValidationInfo) -> str | None:
-    found = value is None or (isinstance(value, str) and re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d{0,2}", value))
-    if not found:
-        raise UsageError(f"--nodes is {value!r}", hint="It is the nodes and the ranks on each, for example 2x8.")
+    if value is not None:
+        parse_layout(value)
     return value
 
 
@@ -327,6 +326,14 @@ class SearchOptions(BaseModel):
     max_trials: Annotated[Count, Flag(LIMITS, "N", COUNT, int, everyday=False)] = Field(
         default=None, description="Run at most this number of trials."
     )
+    max_device_hours: Annotated[
+        Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None,
+        Flag(LIMITS, "X", "a number above 0", float, everyday=False),
+    ] = Field(
+        default=None,
+        description="End the search after so many device-hours, of all its runs and planners together: the GPUs that "
+        "it holds (on CPU machines) times hours. Without --budget they are the budget.",
+    )
     sampler: Annotated[
         SamplerName | Any,
         PlainValidator(_check_sampler),
@@ -381,6 +388,11 @@ class SearchOptions(BaseModel):
             raise UsageError(
                 f"{given_one} was given alone", hint="Give both, for example --launcher slurm --nodes 2x8."
             )
+        if options.recheck and options.launcher == "elastic":
+            raise UsageError(
+                "--recheck and --launcher elastic were given: torchrun's agents end with the search",
+                hint="Start autoplan verify with torchrun.",
+            )
         most = options.layout[0] * options.layout[1]
         if options.nodes is not None and options.nproc is not None and options.nproc > most:
             raise UsageError(f"--nproc is {options.nproc}, and --nodes {options.nodes} have {most} ranks")
@@ -404,8 +416,7 @@ class SearchOptions(BaseModel):
     @property
     def layout(self) -> tuple[int, int]:
         """Nodes, and ranks on each; (1, 1) where no nodes were given."""
-        nodes, ranks = (self.nodes or "1x1").split("x")
-        return int(nodes), int(ranks)
+        return parse_layout(self.nodes or "1x1")
 
     @property
     def wanted(self) -> Objective:
@@ -476,6 +487,7 @@ class SearchKeywords(TypedDict, total=False):
     launcher: LauncherName
     nodes: str | None
     max_trials: int | None
+    max_device_hours: float | None
     sampler: SamplerName | optuna.samplers.BaseSampler
     seed: int
     store: str | Path | None

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.surroundings import read_environment
 from autoplan.planner.records.loading import Loading
-from autoplan.planner.records.plan import Alternative, Choice, HandSetting, Measurement
+from autoplan.planner.records.plan import Alternative, Choice, HandSetting, Measurement, PlanNodes
 from autoplan.planner.records.trials import Interval, Objective, Outcome, Parity, Trial
 from autoplan.planner.search.candidate_model import find_untried
 from autoplan.planner.search.claim import compare, drift
+from autoplan.planner.search.device_hours import describe_used
 from autoplan.planner.search.objective import order
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, match_rounds, speed_ratio
 from autoplan.planner.search.session import Session
@@ -94,6 +95,7 @@ def make_plan(
         accumulation=winner.config.accumulation(context.spec.global_batch),
         device=context.device,
         hardware=context.hardware,
+        nodes=_nodes_of(session, winner.config),
         prediction=session.predict(winner.config),
         measurement=measurement_of(session, compared.candidate),
         baseline=with_all_runs(session, compared.reference),
@@ -119,6 +121,7 @@ def make_plan(
             *context.spec.notes,
             *session.notes,
             *_attempt_notes(session),
+            *_device_notes(session),
             *(_input_notes(session, winner) if loading is None or loading.setting is None else loading.notes),
             *_model_notes(session, winner),
             *_core_notes(session),
@@ -130,6 +133,24 @@ def make_plan(
         loading=loading,
         objective=session.objective,
     ).sealed()
+
+
+def _nodes_of(session: Session, config: TrainingConfig) -> PlanNodes | None:
+    """The nodes that its ranks were on; None: on this machine alone."""
+    per_node = session.options.layout[1]
+    count = -(-config.world_size // per_node)
+    if session.options.nodes is None or count == 1:
+        return None
+    return PlanNodes(
+        count=count, ranks_per_node=per_node, launcher=session.options.launcher, kind=session.context.hardware.kind
+    )
+
+
+def _device_notes(session: Session) -> list[str]:
+    """How much of --max-device-hours the search took."""
+    if session.options.max_device_hours is None:
+        return []
+    return [describe_used(session.store.ledger, session.options)]
 
 
 def _runs_of(first: Trial, candidates: Sequence[CandidateRuns]) -> CandidateRuns:

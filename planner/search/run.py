@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanError
 from autoplan.planner.records.trials import Objective, WorkLine
@@ -14,10 +14,12 @@ from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.claim import is_no_gain
 from autoplan.planner.search.compile_ahead import CompileAhead
+from autoplan.planner.search.device_hours import budget_s as budget_of
+from autoplan.planner.search.device_hours import describe_limit, devices_held
 from autoplan.planner.search.inspection import Means, longest_inspection_s
 from autoplan.planner.search.loading import loading_s, measure_loading
 from autoplan.planner.search.next_work import ALONE, next_work
-from autoplan.planner.search.nodes import make_launcher, open_engine
+from autoplan.planner.search.nodes import make_launcher, with_engine
 from autoplan.planner.search.options import (
     DEFAULT_BUDGET_S,
     BudgetState,
@@ -37,6 +39,9 @@ from autoplan.planner.store.locks import DeviceLock, device_names
 from autoplan.planner.store.store import Store, study_folder, study_identity
 from autoplan.planner.trials.runner import TrialRunner
 from autoplan.processes import Zygote
+
+if TYPE_CHECKING:
+    from autoplan.processes.nodes import Engine
 
 __all__ = [
     "Bound",
@@ -64,10 +69,13 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
     Raises:
         AutoplanError: the input, the device or the store cannot be used.
     """
+    said = observer or SearchObserver()
+    return with_engine(options, lambda engine: _run(options, said, engine), lambda result: result.exit_code)
+
+
+def _run(options: SearchOptions, observer: SearchObserver, engine: Engine | None) -> SearchResult:
     from autoplan.probes.run import read_host_profile
 
-    observer = observer or SearchObserver()
-    engine = open_engine(options)
     if options.out is not None and not options.dry_run:
         check_out(Path(options.out))
     profile = read_host_profile()
@@ -95,7 +103,8 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
     ) as store:
         if store.renamed_to is not None:
             observer.on_note(f"the earlier search was kept as {store.renamed_to}")
-        budget_s = options.budget_s or store.budget_s or DEFAULT_BUDGET_S
+        devices = devices_held(options, target.device, target.nproc)
+        budget_s = budget_of(options, store.budget_s, devices)
         store.set_budget(budget_s)
         remember_code(options.spec, identity)
         run = SearchRun(
@@ -103,6 +112,7 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
             observer=observer,
             store=store,
             budget_s=budget_s,
+            devices=devices,
         )
         before = answer.finished_before(run)
         if before is not None:
@@ -183,7 +193,11 @@ def _search(run: SearchRun, launcher: Zygote) -> SearchResult:
         if not context.candidates:
             context = trace_more(context)  # rough predictions alone rule nothing out
         setup_s = store.spent_s - began_s
-        store.add(WorkLine(kind="setup", began_s=began_s, seconds=setup_s, why="what the plain run needs"))
+        store.add(
+            WorkLine(
+                kind="setup", began_s=began_s, seconds=setup_s, devices=run.devices, why="what the plain run needs"
+            )
+        )
         run.context = context
         if not context.candidates:
             return answer.nothing_fits(run, context)
@@ -244,6 +258,7 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
         model=model,
         sampler=sampler,
         runner=runner,
+        devices=run.devices,
     )
     for trial in store.trials:
         if not trial.is_repeat:
@@ -252,8 +267,10 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
     if options.nodes is not None:
         nodes, ranks = options.layout
         session.note(
-            f"measured on {nodes} nodes like this one, with up to {ranks} rank(s) on each ({options.launcher})"
+            f"searched over {nodes} nodes like this one, with up to {ranks} rank(s) on each ({options.launcher})"
         )
+    if options.max_device_hours is not None:
+        session.note(describe_limit(options, run.devices))
     if store.trials:
         session.note(f"resumed: {len(store.trials)} finished trial(s) of an earlier run are not repeated")
     return session

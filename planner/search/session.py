@@ -23,6 +23,7 @@ from autoplan.planner.records.trials import (
 )
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.claim import Comparison, compare, is_claim_over
+from autoplan.planner.search.device_hours import alone_s, used_s
 from autoplan.planner.search.next_work import EndedBy, Work
 from autoplan.planner.search.objective import best_trial, contenders
 from autoplan.planner.search.objective import order as ordered
@@ -78,6 +79,7 @@ class Session:
         traced: Configurations whose variants were traced in this run of the search, as far as there was time.
         unpaired: Configurations whose pair with the leader ended early or is void: this run makes no other.
         taken: Keys of the pieces of work that other planners of the study have (`Option.key`).
+        devices: That this planner holds (device_hours.py).
     """
 
     options: SearchOptions
@@ -100,6 +102,8 @@ class Session:
     traced: set[TrainingConfig] = field(default_factory=set)
     taken: frozenset[str] = frozenset()
     _spread: tuple[int, Spread] | None = None  # by the number of trials
+    devices: int = 1
+    _began_s: float | None = None
 
     @property
     def objective(self) -> Objective:
@@ -116,8 +120,16 @@ class Session:
 
     @property
     def left_s(self) -> float:
-        """Seconds of the budget that are left."""
-        return self.budget_s - self.store.spent_s
+        """Seconds of the budget, and of the device-hours, that are left."""
+        return min(self.budget_s - self.store.spent_s, self.device_left_s)
+
+    @property
+    def device_left_s(self) -> float:
+        """Seconds until the device-hours of all planners are used up by this one; infinite: no limit was given."""
+        spent_s = self.store.spent_s
+        running_s = 0.0 if self._began_s is None else spent_s - self._began_s
+        limit_s = alone_s(self.options, self.devices) - self.loading_s
+        return limit_s - used_s(self.store.ledger) / self.devices - running_s
 
     @property
     def trial_cost(self) -> TrialCost:
@@ -309,16 +321,18 @@ class Session:
     @contextmanager
     def entry(self, work: Work) -> Iterator[None]:
         """Writes a line of the ledger for a piece of work, also if it ends in an error."""
-        began_s = self.store.spent_s
+        self._began_s = began_s = self.store.spent_s
         try:
             yield
         finally:
+            self._began_s = None
             self.store.add(
                 WorkLine(
                     kind=work.kind,
                     config=work.config,
                     began_s=began_s,
                     seconds=self.store.spent_s - began_s,
+                    devices=self.devices,
                     predicted_s=work.cost_s,
                     gain=work.gain,
                     why=work.why,

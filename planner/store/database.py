@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import itertools
 import json
 import os
@@ -22,11 +21,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from autoplan.errors import AutoplanError, MissingExtraError, StoreBusyError, StoreError, UsageError
+from autoplan.files import source_version
 from autoplan.planner.store.journal import LeaseLostError
 from autoplan.planner.store.studies import Study
 
@@ -164,18 +163,6 @@ def check_storage(url: str) -> str:
     if parts.fragment:
         raise UsageError("--storage has a # in it", hint="Write it as %23 in a name.")
     return url
-
-
-def source_version() -> str:
-    """The version of autoplan and a digest of its sources: planners of one study have the same."""
-    import autoplan
-
-    digest = hashlib.sha256()
-    for folder, folders, files in os.walk(Path(autoplan.__file__).parent, followlinks=True):
-        folders.sort()
-        for name in sorted(name for name in files if name.endswith(".py")):
-            digest.update(Path(folder, name).read_bytes())
-    return f"{autoplan.__version__} ({digest.hexdigest()[:8]})"
 
 
 class Database:

@@ -120,6 +120,11 @@ def staircase(
     )
     if changed is not None:
         warnings.warn(changed, stacklevel=2)
+    if loaded.nodes is not None:
+        raise PlanError(
+            f"the plan was measured on {loaded.nodes.describe()}, and a staircase is measured on one machine",
+            hint="autoplan verify --launcher measures the plan itself on such nodes.",
+        )
     profile = read_host_profile()
     if found is None:
         found = begin(loaded, profile, start or loaded.baseline.config, seconds or DEFAULT_BUDGET_S)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autoplan.errors import PlanError
 from autoplan.planner.parity.compare import run_parity
@@ -20,8 +21,8 @@ from autoplan.planner.plan.prepare import check_before_use
 from autoplan.planner.plan.surroundings import find_differences
 from autoplan.planner.records.trials import Recheck
 from autoplan.planner.records.trust import own_workload
+from autoplan.planner.search.nodes import make_launcher, options_for, with_engine
 from autoplan.planner.search.options import SearchOptions, SearchResult
-from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.setup import limits
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.locks import DeviceLock, device_names
@@ -29,9 +30,12 @@ from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialR
 from autoplan.planner.verify.verdict import Verification, judge
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import pick_device, read_host_profile
-from autoplan.processes import Zygote, folder_prefix
+from autoplan.processes import folder_prefix
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import parse_duration_s
+
+if TYPE_CHECKING:
+    from autoplan.processes.nodes import Engine
 
 DEFAULT_BUDGET_S = 60.0
 PARITY_DEADLINE_S = 1200.0
@@ -54,6 +58,8 @@ def verify(
     changed_ok: bool = False,
     workload: str | Path | WorkloadSpec | None = None,
     wait: bool = False,
+    launcher: str | None = None,
+    nodes: str | None = None,
     on_progress: Callable[[str], None] = say_nothing,
 ) -> Verification:
     """Checks a plan on this machine: does it train the same thing as the plain run, does it fit, how fast is it?
@@ -68,13 +74,17 @@ def verify(
         workload: What the plan is of, as you name it: a text as `--model` takes it; of Python objects their spec
             (`spec_from_objects`). Not needed where you searched a file.
         wait: Wait where a search measures on this device. Default: an error.
+        launcher: What starts the ranks on several nodes: elastic, slurm or ray, as in a search; local: all ranks run on
+            this machine. None: local, for a plan that was measured on one machine.
+        nodes: N nodes with R ranks each, `"2x8"`. None: as the plan was measured.
         on_progress: Is told what is done, in words: `print` for example. It takes minutes for a large model.
 
     Returns:
         The verdict, the speed against the plan's with its interval, and the likely causes where it is slower.
 
     Raises:
-        PlanError: the plan was edited, its code changed, it alone names that code, or it is of Python objects.
+        PlanError: the plan was edited, its code changed, it alone names that code, or it is of Python objects; or it
+            was measured on several nodes, and no launcher was given.
         UsageError: a budget or a limit that is none.
         DeviceError: the plan's kind of device is not here.
         DeviceBusyError: a search measures on the device.
@@ -86,7 +96,8 @@ def verify(
     if changed is not None:
         warnings.warn(changed, stacklevel=2)
     seconds = parse_duration_s(budget or DEFAULT_BUDGET_S)
-    return verify_plan(loaded, seconds, memory_limit, wait=wait, on_progress=on_progress)
+    options = options_for(loaded, launcher, nodes, memory_limit=memory_limit, wait=wait)
+    return verify_plan(loaded, seconds, options, on_progress=on_progress)
 
 
 def make_verifiable(plan: Plan, workload: str | WorkloadSpec | None, *, changed_ok: bool) -> tuple[Plan, str | None]:
@@ -115,12 +126,18 @@ def make_verifiable(plan: Plan, workload: str | WorkloadSpec | None, *, changed_
 def verify_plan(
     plan: Plan,
     seconds: float,
-    memory_limit: str | int | None = None,
+    options: SearchOptions,
     *,
-    wait: bool = False,
     on_progress: Callable[[str], None] = say_nothing,
 ) -> Verification:
-    """The parity check and one measured trial of a plan's configuration, and what they say of it."""
+    """The parity check and one measured trial of a plan's configuration, and what they say of it.
+
+    Args:
+        plan: The plan.
+        seconds: For the measurement.
+        options: Of `options_for`.
+        on_progress: Is told what is done.
+    """
     order = TrialOrder(
         number=0,
         purpose="finalist",
@@ -129,7 +146,6 @@ def verify_plan(
         most_s=seconds,
         deadline_s=seconds * 4 + PARITY_DEADLINE_S,
     )
-    options = SearchOptions(spec=plan.workload, memory_limit=memory_limit, wait=wait)
     return measure(plan, options, order, checks_parity=True, on_wait=on_progress, on_progress=on_progress)
 
 
@@ -152,8 +168,27 @@ def measure(
         on_wait: Is told that the device is waited for.
         on_progress: Is told what is done.
     """
+
+    def run(engine: Engine | None) -> Verification:
+        return _measure(
+            plan, options, order, engine, checks_parity=checks_parity, on_wait=on_wait, on_progress=on_progress
+        )
+
+    return with_engine(options, run, lambda found: found.exit_code)
+
+
+def _measure(
+    plan: Plan,
+    options: SearchOptions,
+    order: TrialOrder,
+    engine: Engine | None,
+    *,
+    checks_parity: bool,
+    on_wait: Callable[[str], None],
+    on_progress: Callable[[str], None],
+) -> Verification:
     profile, parity = read_host_profile(), plan.parity
-    with open_runner(plan, options, profile, on_wait=on_wait) as runner:
+    with open_runner(plan, options, profile, engine, on_wait=on_wait) as runner:
         if checks_parity:
             on_progress("1 of 2: the parity check, the plan beside a plain run")
             parity = run_parity(
@@ -176,6 +211,7 @@ def open_runner(
     plan: Plan,
     options: SearchOptions,
     profile: HardwareProfile,
+    engine: Engine | None = None,
     *,
     on_wait: Callable[[str], None] = say_nothing,
 ) -> Iterator[TrialRunner]:
@@ -185,6 +221,7 @@ def open_runner(
         plan: The plan.
         options: What is trained, the memory limit, the seed, whether a device that is in use is waited for.
         profile: This machine.
+        engine: What starts agents on the nodes of the options; None: all runs on this machine.
         on_wait: Is told that the device is waited for.
 
     Raises:
@@ -194,10 +231,12 @@ def open_runner(
     device = pick_device(profile, plan.device)
     wanted = options.memory_limit_bytes(profile.device(device).memory_total_bytes.value)
     limit, host_limit = limits(profile, device, wanted, ranks=plan.config.world_size, measured=plan.hardware)
+    if device == "cpu":  # of all ranks together; each node holds its own to host_limit
+        limit *= options.layout[0]
     with (
         DeviceLock(device_names(profile, device, plan.config.world_size), wait=options.wait, on_wait=on_wait),
         tempfile.TemporaryDirectory(prefix=folder_prefix("verify")) as folder,
-        Zygote(preload=preload_for(options.spec)) as zygote,
+        make_launcher(options, profile, engine, on_wait) as zygote,
     ):
         yield TrialRunner(
             zygote,

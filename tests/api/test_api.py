@@ -138,6 +138,7 @@ def test_a_share_of_memory_is_of_all_there_is() -> None:
 WRONG: dict[str, tuple[Any, type[Exception]]] = {
     "budget": ("soon", UsageError),
     "max_trials": (1.5, UsageError),
+    "max_device_hours": (0.0, UsageError),
     "fix": ({"precison": "bf16"}, ConfigError),
     "bound": ({"precision": ["fp32", "int2"]}, ConfigError),
     "device": ("tpu", UsageError),

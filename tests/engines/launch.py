@@ -1,9 +1,9 @@
 """A planner whose ranks are on two nodes, as a process of its own: it runs three tasks and says how they ended.
 
-    python -m tests.engines.launch elastic|slurm|ray FOLDER
+    python -m tests.engines.launch elastic|slurm|ray FOLDER [fail]
 
 One line of JSON on stdout: what the ranks said, how a task ended whose second agent was killed, and what came of the
-next try. With torch elastic the second process is the agent.
+next try. With torch elastic the second process is the agent. `fail`: it ends with status 3 after the first task.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.processes.node_targets import NAME
 PRELOAD = ("torch", "torch.distributed", "tests.processes.node_targets")
 
 
-def main(name: str, folder: Path) -> None:
+def main(name: str, folder: Path, how: str = "") -> None:
     engine = ENGINES[name](0)
     if isinstance(engine, Elastic) and not engine.first:
         raise SystemExit(engine.serve())
@@ -31,8 +31,14 @@ def main(name: str, folder: Path) -> None:
     with Nodes(engine, nodes=2, ranks_per_node=1, preload=PRELOAD, env={"OMP_NUM_THREADS": "1"}) as launcher:
         met = launcher.run(task(target=f"{NAME}:meet", args=(given, ())))
         print(met.describe(), *(rank.stderr_tail for rank in met.ranks), file=sys.stderr)
-        failed = launcher.run(task(target=f"{NAME}:end", args=("raise", 1)))
-        runs = run_again(launcher, task(target=f"{NAME}:twice", args=(str(folder / "marker"),)))
+        if how != "fail":
+            failed = launcher.run(task(target=f"{NAME}:end", args=("raise", 1)))
+            runs = run_again(launcher, task(target=f"{NAME}:twice", args=(str(folder / "marker"),)))
+    if how == "fail":
+        with (folder / "met").open("a") as file:
+            file.write(f"{met.ended.value}\n")
+        engine.leave(ok=False)
+        raise SystemExit(3)
     said = {
         "met": [None if one is None else [one["total"], one["place"]] for one in met.results],
         "failed": [failed.ended, failed.failed_rank],
@@ -40,7 +46,8 @@ def main(name: str, folder: Path) -> None:
         "then": [runs.report.ended, runs.report.results],
     }
     (folder / "said.json").write_text(json.dumps(said))
+    engine.leave(ok=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

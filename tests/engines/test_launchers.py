@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +67,38 @@ def test_ray(tmp_path: Path) -> None:
         cluster.shutdown()
 
 
-def test_torch_elastic(tmp_path: Path) -> None:
-    """The agent's end makes torchrun start both again, once: the planner goes on by itself."""
+def run_torchruns(tmp_path: Path, *how: str) -> list[int]:
+    """The exit codes of two torchruns, which start both again once."""
     port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
-    program = ["-m", "tests.engines.launch", "elastic", str(tmp_path)]
+    program = ["-m", "tests.engines.launch", "elastic", str(tmp_path), *how]
     running = []
     for number in (1, 2):
         log = (tmp_path / f"torchrun{number}.log").open("wb")
         one = [*command, f"--local-addr=127.0.0.{number}", *program]
         running.append(subprocess.Popen(one, env=environment(), cwd=ROOT, stdout=log, stderr=log))
     try:
-        codes = [process.wait(TIME_S) for process in running]
+        return [process.wait(TIME_S) for process in running]
     finally:
         for process in running:
             process.terminate()
-    assert codes == [0, 0], "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("torchrun*.log"))
+
+
+def logs(folder: Path) -> str:
+    return "\n".join(path.read_text()[-3000:] for path in folder.glob("torchrun*.log"))
+
+
+def test_torch_elastic(tmp_path: Path) -> None:
+    """The agent's end makes torchrun start both again, once: the planner goes on by itself."""
+    assert run_torchruns(tmp_path) == [0, 0], logs(tmp_path)
     check(tmp_path, by_planner=False)
+
+
+def test_torchrun_starts_again_what_failed_and_says_so(tmp_path: Path) -> None:
+    """No agent ends before its planner: torchrun would wait for it. Both torchruns fail, after one more try."""
+    began = time.monotonic()
+    codes = run_torchruns(tmp_path, "fail")
+    assert all(codes), logs(tmp_path)
+    assert (tmp_path / "met").read_text().split() == ["finished", "finished"], logs(tmp_path)
+    assert time.monotonic() - began < 150.0, logs(tmp_path)

@@ -35,6 +35,7 @@ class Here:
     def __init__(self) -> None:
         self.running: list[subprocess.Popen[bytes]] = []
         self.wanted = 1
+        self.left = False
 
     def address(self) -> str:
         return "127.0.0.1"
@@ -49,6 +50,9 @@ class Here:
     def close(self) -> None:
         for process in self.running:
             assert process.wait(30) == 0
+
+    def leave(self, *, ok: bool) -> None:
+        self.left = ok
 
 
 @pytest.fixture(scope="module")
