@@ -121,8 +121,8 @@ def run_script(
         output.console().print(f"warning: {said}", markup=False, soft_wrap=True)
     if loaded.nodes is not None and "RANK" not in os.environ:
         output.console().print(
-            f"note: the plan was measured on {loaded.nodes.describe()}; all its ranks start on this machine. On nodes: the "
-            "same command with torchrun on each",
+            f"note: the plan was measured on {loaded.nodes.describe()}; all its ranks start on this machine. On nodes "
+            "start the same command with torchrun on each",
             markup=False,
             soft_wrap=True,
         )

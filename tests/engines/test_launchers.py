@@ -14,8 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
+from autoplan.planner.records.plan import PlanNodes
+from autoplan.probes.nodes import NodesProfile
+from autoplan.probes.run import read_host_profile
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.sources import make_spec
 from tests.engines.cluster import free_port
 from tests.engines.slurm import running_slurm
+from tests.recorded import make_plan
 
 ROOT = Path(__file__).parents[2]
 MET = [[3, [str(rank), "0", "2", "1", "lo", None]] for rank in (0, 1)]
@@ -48,6 +54,28 @@ def test_slurm() -> None:
         done = subprocess.run(job, env=slurm.environment, cwd=ROOT, timeout=TIME_S)
         assert done.returncode == 0, Path(name, "job.log").read_text()
         check(folder)
+
+
+def test_commands_on_two_nodes_of_slurm() -> None:
+    """`run` trains a plan over both, `probe` measures both: real steps, real links."""
+    model = f"{ROOT / 'examples' / 'image_classifier.py'}:tiny_classifier"
+    nodes = PlanNodes(count=2, ranks_per_node=1, launcher="slurm", kind=read_host_profile().kind)
+    config = TrainingConfig(micro_batch=4, dp_replicate=2)
+    workload = make_spec(model=model, global_batch=16)
+    with tempfile.TemporaryDirectory() as name, running_slurm(Path(name)) as slurm:
+        folder = Path(name, "work")
+        folder.mkdir()
+        make_plan(config, nodes=nodes, workload=workload, hardware=read_host_profile()).save(folder / "plan.json")
+        autoplan = f"{sys.executable} -m autoplan"
+        command = f"{autoplan} run {folder}/plan.json --model {model} --launcher slurm --json > {folder}/run.json"
+        command += f" && {autoplan} probe --launcher slurm --nodes 2x1 --device cpu --json > {folder}/probe.json"
+        slurm.environment |= environment(PATH=slurm.environment["PATH"])
+        job = ["sbatch", "--wait", "--nodes=2", f"--output={name}/job.log", "--wrap", command]
+        done = subprocess.run(job, env=slurm.environment, cwd=ROOT, timeout=TIME_S)
+        assert done.returncode == 0, Path(name, "job.log").read_text()
+        assert len(json.loads((folder / "run.json").read_text())["steps"]) == 5
+        found = NodesProfile.model_validate_json((folder / "probe.json").read_text())
+        assert len(found.nodes) == 2 and len(found.links[0].readings) == 2, found.notes
 
 
 def test_ray(tmp_path: Path) -> None:
