@@ -23,7 +23,7 @@ _MEMBERS = {
     "autoplan.planner.verify.measure": ("verify",),
     "autoplan.planner.verify.climb": ("staircase",),
     "autoplan.planner.verify.stairs": ("Staircase",),
-    "autoplan.planner.verify.steps": ("PlanRun", "run_plan"),
+    "autoplan.planner.verify.steps": ("run_plan",),
     "autoplan.planner.verify.verdict": ("Verification",),
     "autoplan.planner.verify.meter": ("watch",),
     "autoplan.planner.diagnose.run": ("diagnose",),
@@ -40,7 +40,7 @@ _MEMBERS = {
     "autoplan.strategies.workloads.sources": ("make_spec", "spec_from_objects"),
     "autoplan.strategies.config": ("TrainingConfig",),
     "autoplan.strategies.run": ("TrainingRun",),
-    "autoplan.probes.nodes": ("NodesProfile", "probe_nodes"),
+    "autoplan.probes.nodes": ("probe_nodes",),
     "autoplan.probes.profile": ("HardwareProfile",),
     "autoplan.errors": (
         "AutoplanError",
@@ -99,9 +99,9 @@ if TYPE_CHECKING:
     from autoplan.planner.verify.measure import verify
     from autoplan.planner.verify.meter import watch
     from autoplan.planner.verify.stairs import Staircase
-    from autoplan.planner.verify.steps import PlanRun, run_plan
+    from autoplan.planner.verify.steps import run_plan
     from autoplan.planner.verify.verdict import Verification
-    from autoplan.probes.nodes import NodesProfile, probe_nodes
+    from autoplan.probes.nodes import probe_nodes
     from autoplan.probes.profile import HardwareProfile
     from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun

@@ -180,7 +180,8 @@ def _probe(
         env={"OMP_NUM_THREADS": "1"} if kind == "cpu" else {},
     )
     notes = [*_kind_notes(found)]
-    whole, links = (), ()  # type: tuple[CollectiveReading, ...], tuple[NodeLink, ...]
+    whole: tuple[CollectiveReading, ...] = ()
+    links: tuple[NodeLink, ...] = ()
     if count * per_node > 1:
         whole, links, more = _links(_settled(zygote, task), layout, pairs)
         notes += more
@@ -309,7 +310,9 @@ def _kind_notes(nodes: Sequence[NodeProfile]) -> Iterator[str]:
             continue
         here, there = _kind_facts(first), _kind_facts(node.profile)
         name = next((name for name in here if here[name] != there[name]), "limits of memory or cores")
-        what = f": its {name} is {there[name]}, and the first node's {here[name]}" if name in here else f": its {name}"
+        what = (
+            f": its {name} is {there[name]}, and the first node's {here[name]}" if name in here else f" by its {name}"
+        )
         yield f"{name_of(node)} is of another kind{what}; a search over both refuses it"
 
 

@@ -51,13 +51,15 @@ LauncherOption = Annotated[
     typer.Option(
         "--launcher",
         metavar="NAME",
-        help="What starts the ranks on --nodes: elastic, slurm or ray; local: all on this machine (docs/nodes.md).",
+        help="What starts the ranks on --nodes: elastic, slurm or ray (docs/nodes.md). Default: all on this machine.",
     ),
 ]
 NodesOption = Annotated[
     str | None,
     typer.Option(
-        "--nodes", metavar="NxR", help="With --launcher: N nodes with R ranks each. Default: as the plan was measured."
+        "--nodes",
+        metavar="NxR",
+        help="With --launcher: N nodes with R ranks each, 2x8. Of a plan by default as measured.",
     ),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli import output
+from autoplan.cli.plans import LauncherOption, NodesOption
 from autoplan.errors import UsageError
 from autoplan.units import format_bytes, format_number, format_seconds
 
@@ -29,24 +30,13 @@ def probe_command(
         str | None,
         typer.Option("--device", help="cuda or cpu. Default: the GPUs, if the machine has any.", metavar="DEVICE"),
     ] = None,
-    launcher: Annotated[
-        str | None,
-        typer.Option(
-            "--launcher",
-            metavar="NAME",
-            help="elastic, slurm or ray: measure several nodes, and the links between them.",
-        ),
-    ] = None,
-    nodes: Annotated[
-        str | None,
-        typer.Option("--nodes", metavar="NxR", help="With --launcher: N nodes with R ranks (GPUs) each: 2x8."),
-    ] = None,
+    launcher: LauncherOption = None,
+    nodes: NodesOption = None,
 ) -> None:
     """Measure what this machine can do.
 
     Measured are matrix products, attention, memory, transfers and kernel launches. The machine's limits and state are
-    read. A second call answers from a cache. With --launcher each node is measured, and what is slower than the others
-    is named (docs/nodes.md); that is not cached.
+    read. A second call answers from a cache. With --launcher: each node, and the links (docs/nodes.md).
     """
     if launcher is not None or nodes is not None:
         _probe_nodes(launcher, nodes, device, json)

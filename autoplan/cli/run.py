@@ -51,8 +51,7 @@ def run_command(
 ) -> None:
     """Run a script with a plan, in as many ranks as the plan has.
 
-    Without a script: some steps of the plan's own workload, and their speed, here or on the nodes of --launcher. The
-    exit code is the script's.
+    Without a script: some steps of the plan's own workload, and their speed. The exit code is the script's.
     """
     from autoplan.planner.plan.prepare import check_before_use
     from autoplan.planner.records.trust import own_workload

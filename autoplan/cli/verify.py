@@ -45,7 +45,7 @@ def verify_command(
     quiet: QuietOption = False,
     json_output: output.JsonOption = False,
 ) -> None:
-    """Check a plan on this machine, or on the nodes of --launcher.
+    """Check a plan on this machine.
 
     Does it train the same thing as the plain run, does it fit, and how fast is it here? Exit codes: 0 it holds or is
     faster; 3 it is slower, does not fit, does not run, or trains otherwise: search again; 4 it is slower while

@@ -318,10 +318,12 @@ class SearchOptions(BaseModel):
         description="Use at most this number of processes (ranks). Default: the number of visible GPUs; 1 on CPU.",
     )
     launcher: Annotated[LauncherName, Flag(LIMITS, "NAME", "local, elastic, slurm or ray", everyday=False)] = Field(
-        default="local", description="What starts the ranks on --nodes (docs/nodes.md)."
+        default="local",
+        description="What starts the ranks on --nodes: elastic, slurm or ray (docs/nodes.md). Default: all on this "
+        "machine.",
     )
     nodes: Annotated[str | None, PlainValidator(_check_nodes), Flag(LIMITS, "NxR", everyday=False)] = Field(
-        default=None, description="With --launcher: N nodes with R ranks each, this one among them: 2x8."
+        default=None, description="With --launcher: N nodes with R ranks each, 2x8. Of a plan by default as measured."
     )
     max_trials: Annotated[Count, Flag(LIMITS, "N", COUNT, int, everyday=False)] = Field(
         default=None, description="Run at most this number of trials."
@@ -331,8 +333,8 @@ class SearchOptions(BaseModel):
         Flag(LIMITS, "X", "a number above 0", float, everyday=False),
     ] = Field(
         default=None,
-        description="End the search after so many device-hours, of all its runs and planners together: the GPUs that "
-        "it holds (on CPU machines) times hours. Without --budget they are the budget.",
+        description="End the search after so many hours of the GPUs (on CPU: machines) that its planners hold. Alone "
+        "it is the budget.",
     )
     sampler: Annotated[
         SamplerName | Any,

@@ -103,8 +103,8 @@ def _run(options: SearchOptions, observer: SearchObserver, engine: Engine | None
     ) as store:
         if store.renamed_to is not None:
             observer.on_note(f"the earlier search was kept as {store.renamed_to}")
-        devices = devices_held(options, target.device, target.nproc)
-        budget_s = budget_of(options, store.budget_s, devices)
+        held = devices_held(options, target.device, target.nproc)
+        budget_s = budget_of(options, store.budget_s, held)
         store.set_budget(budget_s)
         remember_code(options.spec, identity)
         run = SearchRun(
@@ -112,7 +112,7 @@ def _run(options: SearchOptions, observer: SearchObserver, engine: Engine | None
             observer=observer,
             store=store,
             budget_s=budget_s,
-            devices=devices,
+            devices=held,
         )
         before = answer.finished_before(run)
         if before is not None:

@@ -39,7 +39,7 @@ def test_it_needs_a_launcher_and_enough_nodes() -> None:
     assert options_for(plan, "ray", "1x8").layout == (1, 8)
     assert options_for(plan, "local").nodes is None
     assert options_for(make_plan(TWO)).launcher == "local"
-    with pytest.raises(UsageError, match="2 ranks, and nodes 1x1 have 1"):
+    with pytest.raises(UsageError, match='2 ranks, and nodes="1x1" have 1'):
         options_for(plan, "ray", "1x1")
     with pytest.raises(UsageError, match="launcher was given alone"):
         options_for(make_plan(TWO), "ray")
