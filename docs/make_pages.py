@@ -57,7 +57,7 @@ def cli_page() -> str:
             own = [row for row in table if row not in shared]
             taken = sorted(re.findall(r"`(.+?)`", row)[0] for row in table if row in shared)
             lines += [f"| {panel or 'option'} | |", "| --- | --- |", *own, ""] if own else []
-            lines += ["Besides: " + ", ".join(f"`{flag}`" for flag in taken) + ".", ""] if taken else []
+            lines += [*_wrapped("Besides: " + ", ".join(f"`{flag}`" for flag in taken) + "."), ""] if taken else []
         lines.pop()
     return "\n".join(lines) + "\n"
 
