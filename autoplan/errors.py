@@ -39,6 +39,7 @@ KEYWORDS = {
     },
     **{name.replace("_", "-"): name for name in ("recheck", "objective", "min_throughput", "price_per_hour")},
     **{name: name for name in ("storage", "launcher", "nodes")},
+    "side-by-side": "side_by_side",
     "seq-len": "sequence_length",
     "model": "workload",
 }

@@ -3,7 +3,7 @@
     python -m benchmarks.false_wins --case same --pairs 200 --minutes 4       # again and again: it goes on
     python -m benchmarks.false_wins --case same --pairs 200 --busy --minutes 4
     python -m benchmarks.false_wins --case planted --pairs 60 --minutes 4
-    python -m benchmarks.false_wins --searches 60 [--minutes 4]
+    python -m benchmarks.false_wins --searches 60 [--side-by-side 2] [--minutes 4]
     python -m benchmarks.false_wins --table
 
 A pair is what a search does for its plan: a first run of each side, then the rounds of the claim (how many is fixed
@@ -12,7 +12,7 @@ run a trial in a fresh process, and `planner/search/claim.py` decides. `--busy` 
 
 `--searches`: whole searches, each from nothing, of a space of two values that are the same thing: on a CPU
 `optimizer_step=own` is the loop over the parameters that `for_loop` asks for. They run on one core, where no number of
-threads is offered.
+threads is offered. With `--side-by-side 2` they run on two, and each look on one of them.
 
 Each pair and each search is a line of benchmarks/results/false_wins.jsonl. The intervals are exact (Clopper and Pearson
 1934); the upper end is to be at most 5 %.
@@ -57,6 +57,8 @@ FIXED = {"precision": "fp32", "compile": "off", "checkpointing": "none", "alloca
 EQUALS = "optimizer_step=own,for_loop"
 SEARCH_BUDGET_S = 30.0
 """Most of them end before: a run takes some 2 s."""
+
+SEARCHES = ("searches", "searches side by side")
 
 MOST_CLAIMED = 0.05
 """The upper end of the interval of false claims that is aimed at."""
@@ -162,22 +164,29 @@ def run_pairs(
             }
 
 
-def run_searches(count: int, *, first: int = 0, minutes: float = math.inf) -> Iterator[dict[str, Any]]:
-    """Runs whole searches of two equal values, each with a store of its own, and yields how each ended."""
+def run_searches(count: int, *, first: int = 0, minutes: float = math.inf, parts: int = 1) -> Iterator[dict[str, Any]]:
+    """Runs whole searches of two equal values, each with a store of its own, and yields how each ended.
+
+    Args:
+        count: How many.
+        first: The seed of the first.
+        minutes: None begins after them.
+        parts: So many looks at once, each on a core.
+    """
     ends_at = time.monotonic() + 60 * minutes
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
+    os.sched_setaffinity(0, sorted(cores)[:parts])
     try:
         for seed in range(first, first + count):
             if seed > first and time.monotonic() > ends_at:
                 return
             with tempfile.TemporaryDirectory(prefix="equal-values-") as folder:
-                yield one_search(seed, folder)
+                yield one_search(seed, folder, parts)
     finally:
         os.sched_setaffinity(0, cores)
 
 
-def one_search(seed: int, store: str) -> dict[str, Any]:
+def one_search(seed: int, store: str, parts: int = 1) -> dict[str, Any]:
     """One search of two equal values, and whether it claims a gain."""
     began = time.monotonic()
     options = SearchOptions(
@@ -188,12 +197,13 @@ def one_search(seed: int, store: str) -> dict[str, Any]:
         seed=seed,
         fix=FIXED,
         bound=dict([parse_bound(EQUALS)]),
+        side_by_side=parts,
     )
     result = run_search(options)
     claim = None if result.plan is None else result.plan.claim
     speedup = None if result.plan is None else result.plan.speedup
     return {
-        "case": "searches",
+        "case": SEARCHES[parts > 1],
         "busy": False,
         "status": result.status,
         "looks": sum(not trial.is_repeat for trial in result.trials),
@@ -235,6 +245,7 @@ def table(pairs: list[dict[str, Any]]) -> str:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     said: list[str] = []
     cases = {"same": "A against A", "planted": "A against A with 15 % more work", "searches": "search of equal values"}
+    cases[SEARCHES[1]] = "search of equal values, looks side by side"
     for case, words in cases.items():
         for busy in (False, True):
             of = [pair for pair in pairs if (pair["case"], pair["busy"]) == (case, busy)]
@@ -249,7 +260,7 @@ def table(pairs: list[dict[str, Any]]) -> str:
                 f"| {len(of)} x {words} | {'busy' if busy else 'none'} | {hits} | {hits / len(of):.1%} "
                 f"({low:.1%} to {high:.1%}) | {loud} | {rounds:.1f} | {seconds:.1f} |"
             )
-            if case == "searches":
+            if case in SEARCHES:
                 most = 1 - 0.05 ** (1 / len(of))
                 word = "NOT met" if hits else f"on one side at most {most:.1%}: met"
                 said.append(f"{words}: {hits} of {len(of)} claimed, aim 0; {word}")
@@ -265,17 +276,18 @@ def main() -> None:
     parser.add_argument("--case", choices=("same", "planted"), default="same")
     parser.add_argument("--pairs", type=int, default=200, help="in all, those measured before included")
     parser.add_argument("--searches", type=int, help="whole searches in all, those made before included; no pairs")
+    parser.add_argument("--side-by-side", type=int, default=1, help="with --searches: so many looks at once")
     parser.add_argument("--busy", action="store_true", help="with a second busy process")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time; run it again to go on")
     parser.add_argument("--table", action="store_true", help="only print the table")
     asked = parser.parse_args()
     if not asked.table:
-        case, busy = ("searches", False) if asked.searches else (asked.case, asked.busy)
+        case, busy = (SEARCHES[asked.side_by_side > 1], False) if asked.searches else (asked.case, asked.busy)
         done = sum((line["case"], line["busy"]) == (case, busy) for line in load())
         left = max(0, (asked.searches or asked.pairs) - done)
         RESULTS.parent.mkdir(exist_ok=True)
         if asked.searches:
-            lines = run_searches(left, first=done, minutes=asked.minutes)
+            lines = run_searches(left, first=done, minutes=asked.minutes, parts=asked.side_by_side)
         else:
             lines = run_pairs(case, left, busy=busy, first=done, minutes=asked.minutes)
         for line in lines:

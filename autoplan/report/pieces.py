@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autoplan.planner.records.trials import Trial, WorkLine
+from autoplan.planner.records.trials import Trial, WorkLine, seconds_of
 from autoplan.strategies.config import TrainingConfig
 from autoplan.units import format_number, format_seconds
 
@@ -76,8 +76,8 @@ def time_words(ledger: Sequence[WorkLine]) -> str | None:
     spent: dict[str, list[float]] = {}
     if ledger[0].kind != "setup":
         spent["setup"] = [ledger[0].began_s]
-    for line in ledger:
-        spent.setdefault(line.kind, []).append(line.seconds)
+    for line, seconds_spent in seconds_of(ledger):
+        spent.setdefault(line.kind, []).append(seconds_spent)
     words = []
     for kind, seconds in spent.items():
         one, many = PIECES.get(kind, (kind, kind))

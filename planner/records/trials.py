@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal
 
@@ -173,6 +174,9 @@ class Trial(Record):
     cause: Literal["program", "limit", "fatal_signal", "outside"] | None = Field(
         default=None, description="what ended a trial that did not end by itself; outside: it says nothing of the trial"
     )
+    beside: int = Field(
+        default=0, description="so many other parts of the machine were kept busy meanwhile, with --side-by-side"
+    )
     resumed: bool = Field(default=False, description="taken from the record of an earlier run of the same search")
     started: str = Field(default="", description="UTC, ISO 8601")
 
@@ -263,6 +267,23 @@ class WorkLine(Record):
     gain: float = Field(default=0.0, description="expected, in the natural logarithm of the plan's speed")
     why: str = Field(default="", description="a clause for people")
     over: str = Field(default="", description="what it was preferred to")
+    part: int | None = Field(
+        default=None, description="of the machine, where it ran beside others (--side-by-side): these pieces overlap"
+    )
+
+
+def seconds_of(ledger: Iterable[WorkLine]) -> list[tuple[WorkLine, float]]:
+    """The lines with their seconds; what pieces on several parts share counts once, for the first of them."""
+    lines = list(ledger)
+    if all(line.part is None for line in lines):
+        return [(line, line.seconds) for line in lines]
+    found, ended_s = [], 0.0
+    for line in sorted(lines, key=lambda line: line.began_s):
+        end_s = line.began_s + line.seconds
+        shared_s = 0.0 if line.part is None else max(0.0, ended_s - line.began_s)
+        found.append((line, max(0.0, line.seconds - shared_s)))
+        ended_s = max(ended_s, end_s)
+    return found
 
 
 class ClaimRounds(Record):

@@ -192,7 +192,7 @@ def drift(comparison: Comparison) -> str | None:
         sides["the plain run's"] = comparison.reference
     for whose, runs in sides.items():
         look = runs.first.step_time_s
-        if not runs.counted or runs.first in runs.counted or look is None:
+        if not runs.counted or runs.first in runs.counted or look is None or runs.first.beside:  # another load
             continue
         ratio = runs.step_time.median / look.median
         if abs(math.log(ratio)) > DRIFT_SPREADS * math.hypot(spread, spread / math.sqrt(len(runs.counted))):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
-from autoplan.planner.records.trials import WorkLine
+from autoplan.planner.records.trials import WorkLine, seconds_of
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchOptions
 from autoplan.units import format_number, format_seconds
 
@@ -31,7 +31,7 @@ def devices_held(options: SearchOptions, device: Literal["cuda", "cpu"], nproc: 
 
 def used_s(ledger: Iterable[WorkLine]) -> float:
     """Device-seconds of the pieces of work of all planners."""
-    return sum(line.seconds * line.devices for line in ledger)
+    return sum(seconds * line.devices for line, seconds in seconds_of(ledger))
 
 
 def alone_s(options: SearchOptions, devices: int) -> float:

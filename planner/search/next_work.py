@@ -45,6 +45,10 @@ needed 1 to 6 looks more."""
 ALONE: Sequence[Kind] = ("baseline", "claim", "end")
 """Work during which no other planner of the study has any: what all others wait for, and what rests on all of it."""
 
+BESIDE: Sequence[Kind] = ("look", "hand setting")
+"""What may run on a part of the machine beside others of its kind (--side-by-side). All else runs alone: what a choice
+or a claim rests on, and what measures the machine."""
+
 HAND_GAIN = 0.05
 """The gain of the hand setting, if its own expected gain is less: it shows how the plan compares with what a careful
 person would set. With this it comes when looks gain little, and before the pairs. Chosen, not measured."""
@@ -135,6 +139,7 @@ class State:
         claim_began: It was begun: nothing comes between its rounds, and nothing after them.
         out_of_looks: --max-trials is reached.
         hopeful: Whether any untried configuration could still win, had it the time.
+        running: What runs now on other parts of the machine; their costs are the seconds that are left of them.
     """
 
     baseline: Option | None = None
@@ -149,6 +154,7 @@ class State:
     claim_began: bool = False
     out_of_looks: bool = False
     hopeful: bool = False
+    running: Sequence[Option] = ()
 
 
 def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
@@ -205,7 +211,13 @@ def _fits(option: Option, state: State, left_s: float, free_devices: int, *, cla
 
     Without the claim, if the budget has no room for one.
     """
-    return option.devices <= free_devices and option.cost_s + _needed_s(option, state, claimed) <= left_s
+    return option.devices <= free_devices and _ends_s(option, state) + _needed_s(option, state, claimed) <= left_s
+
+
+def _ends_s(option: Option, state: State) -> float:
+    """Seconds until a piece has ended, and what runs now: a look may run beside it, all else waits for it."""
+    running_s = max((one.cost_s for one in state.running), default=0.0)
+    return max(option.cost_s, running_s) if option.kind in BESIDE else option.cost_s + running_s
 
 
 def _holds_claim(state: State, left_s: float) -> bool:
@@ -220,9 +232,10 @@ def _needed_s(option: Option, state: State, claimed: bool) -> float:
     """Seconds that a leader still needs after a piece: the leader of now, or the one that the piece may make."""
     if option.kind == "parity":  # is part of what the leader needs
         return 0.0
+    may_lead = (option, *state.running)
     if claimed:
-        return max(option.needs_s, state.leader_needs_s)
-    return max(option.check_s, 0.0 if state.check is None else state.check.cost_s)
+        return max(state.leader_needs_s, *(one.needs_s for one in may_lead))
+    return max(0.0 if state.check is None else state.check.cost_s, *(one.check_s for one in may_lead))
 
 
 def _before(look: Option, rest: Sequence[Option], state: State, left_s: float) -> tuple[Option, Sequence[Option]]:

@@ -317,6 +317,11 @@ class SearchOptions(BaseModel):
         default=None,
         description="Use at most this number of processes (ranks). Default: the number of visible GPUs; 1 on CPU.",
     )
+    side_by_side: Annotated[Count, Flag(LIMITS, "N", COUNT, int, everyday=False)] = Field(
+        default=None,
+        description="Look at N candidates at once, each on a GPU or an Nth of the cores. On CPU every trial has so "
+        "many cores, and the plan is for a training with as many (docs/search.md). Default: 1.",
+    )
     launcher: Annotated[LauncherName, Flag(LIMITS, "NAME", "local, elastic, slurm or ray", everyday=False)] = Field(
         default="local",
         description="What starts the ranks on --nodes: elastic, slurm or ray (docs/nodes.md). Default: all on this "
@@ -395,6 +400,8 @@ class SearchOptions(BaseModel):
                 "--recheck and --launcher elastic were given: torchrun's agents end with the search",
                 hint="Start autoplan verify with torchrun.",
             )
+        if options.parts > 1:
+            _refuse_side_by_side(options)
         most = options.layout[0] * options.layout[1]
         if options.nodes is not None and options.nproc is not None and options.nproc > most:
             raise UsageError(f"--nproc is {options.nproc}, and --nodes {options.nodes} have {most} ranks")
@@ -419,6 +426,11 @@ class SearchOptions(BaseModel):
     def layout(self) -> tuple[int, int]:
         """Nodes, and ranks on each; (1, 1) where no nodes were given."""
         return parse_layout(self.nodes or "1x1")
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the machine is divided for looks; 1: it is not."""
+        return self.side_by_side or 1
 
     @property
     def wanted(self) -> Objective:
@@ -461,6 +473,20 @@ class SearchOptions(BaseModel):
         )
 
 
+def _refuse_side_by_side(options: SearchOptions) -> None:
+    """UsageError for what does not go with several looks at once, and why."""
+    reasons = {
+        "--storage": (options.storage is not None, "planners that share a study have one piece of work each"),
+        "--launcher": (options.launcher != "local", "it is for the GPUs or the cores of one machine"),
+        "--sampler": (options.sampler != "autoplan", "that draws one look after the other"),
+        "--objective memory": (options.objective == "memory", "its floor compares looks with runs that were alone"),
+        "--recheck": (options.recheck, "its trial has the whole machine"),
+    }
+    for name, (given, why) in reasons.items():
+        if given:
+            raise UsageError(f"--side-by-side is {options.side_by_side}, with {name}: {why}", hint="Leave one out.")
+
+
 def _refuse(error: ValidationError, given: Any) -> NoReturn:
     """The first thing that is wrong, as an error of ours; what is no option at all as Python says it."""
     first = error.errors(include_url=False, include_context=False)[0]
@@ -486,6 +512,7 @@ class SearchKeywords(TypedDict, total=False):
     numerics: Numerics
     memory_limit: str | int | None
     nproc: int | None
+    side_by_side: int | None
     launcher: LauncherName
     nodes: str | None
     max_trials: int | None

@@ -106,7 +106,7 @@ def make_plan(
         untried=find_untried(
             session.model,
             winner.config,
-            compared.candidate.step_time.median,
+            winner.look_s if winner.first.beside else compared.candidate.step_time.median,
             drawn=session.sampler is not None,
         ),
         parity=parity,
@@ -421,7 +421,7 @@ def against(session: Session, winner: CandidateRuns, other: CandidateRuns) -> Ag
         return None
     mine = [run.step_time_s for run, _ in quiet if run.step_time_s is not None]
     theirs = [run.step_time_s for _, run in quiet if run.step_time_s is not None]
-    if winner.reported.counted and not side_by_side:  # not the look that it was chosen by
+    if winner.reported.counted and not (side_by_side or other.first.beside):  # not the look that it was chosen by
         mine = [winner.reported.step_time]
     ratio = ratio_interval(mine, theirs, session.run_spread)
     return Against(ratio=ratio, side_by_side=side_by_side, other=replace(other, counted=tuple(b for _, b in quiet)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,18 +31,22 @@ from autoplan.planner.search.options import (
     SearchResult,
 )
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, make_plan
+from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.session import BudgetOver, Session, make_model
 from autoplan.planner.search.setup import SearchContext, Target, begin_search, find_target, prepare_search, trace_more
+from autoplan.planner.search.side_by_side import SideBySide
 from autoplan.planner.search.state import plain_needs_s, read_state
-from autoplan.planner.search.work import do, drawn
+from autoplan.planner.search.work import await_look, do, drawn, keep_ended, take_turn
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.journal import LeaseLostError, check_out
 from autoplan.planner.store.locks import DeviceLock, device_names
 from autoplan.planner.store.store import Store, study_folder, study_identity
+from autoplan.planner.trials.parts import Part, Parts, on_part, split
 from autoplan.planner.trials.runner import TrialRunner
 from autoplan.processes import Zygote
 
 if TYPE_CHECKING:
+    from autoplan.probes.profile import HardwareProfile
     from autoplan.processes.nodes import Engine
 
 __all__ = [
@@ -81,6 +87,36 @@ def _run(options: SearchOptions, observer: SearchObserver, engine: Engine | None
     profile = read_host_profile()
     target = find_target(options, profile)
     devices = device_names(profile, target.device, target.nproc)
+    parts = split(options.side_by_side, profile, target.device, target.nproc)
+    with on_part(parts):
+        profile = read_host_profile() if parts else profile  # of a part, where it is a part of a CPU
+        return _search_on(
+            options, observer, _Machine(profile=profile, target=target, devices=devices, parts=parts), engine
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Machine:
+    """Where a search runs.
+
+    Attributes:
+        profile: What is read of the machine; of a CPU in parts, what is read from one of them.
+        target: The device, and what a trial may take there.
+        devices: The names of what is locked.
+        parts: Where looks run at once; empty: one runs after the other.
+    """
+
+    profile: HardwareProfile
+    target: Target
+    devices: tuple[str, ...]
+    parts: tuple[Part, ...]
+
+
+def _search_on(
+    options: SearchOptions, observer: SearchObserver, machine: _Machine, engine: Engine | None
+) -> SearchResult:
+    """The search in its store, with its devices locked."""
+    profile, target, devices = machine.profile, machine.target, machine.devices
     if options.dry_run:
         with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
             return _dry_run(options, observer, make_launcher(options, profile, engine, observer.on_note))
@@ -95,6 +131,7 @@ def _run(options: SearchOptions, observer: SearchObserver, engine: Engine | None
         memory_limit_bytes=target.given_limit_bytes,
         objective=_identity_of(options.wanted),
         numerics=options.numerics,
+        side_by_side=options.parts,
     )
     folder = study_folder(None if options.store is None else Path(options.store), identity)
     summary = _summary(options, target, profile.fingerprint)
@@ -123,7 +160,7 @@ def _run(options: SearchOptions, observer: SearchObserver, engine: Engine | None
                 store.start_clock()
                 observer.on_budget(run.budget())
                 launcher = make_launcher(options, profile, engine, observer.on_note)
-                return _to_its_end(run, lambda: _search(run, launcher))
+                return _to_its_end(run, lambda: _search(run, launcher, machine.parts))
         except KeyboardInterrupt:
             return answer.interrupted(run)  # while it waited
 
@@ -175,7 +212,7 @@ def _dry_run(options: SearchOptions, observer: SearchObserver, launcher: Zygote)
     )
 
 
-def _search(run: SearchRun, launcher: Zygote) -> SearchResult:
+def _search(run: SearchRun, launcher: Zygote, parts: Sequence[Part]) -> SearchResult:
     """The search itself, from the setup to its end."""
     store = run.store
     with launcher as zygote:
@@ -203,7 +240,52 @@ def _search(run: SearchRun, launcher: Zygote) -> SearchResult:
             return answer.nothing_fits(run, context)
         zygote.await_nodes()
         run.session = _open_session(run, context, zygote)
-        return _find(run, run.session)
+        with _side_by_side(run.session, parts):
+            return _find(run, run.session)
+
+
+@contextmanager
+def _side_by_side(session: Session, parts: Sequence[Part]) -> Iterator[None]:
+    """The parts of the machine, each with a zygote; the looks on them end with it."""
+    if not parts:
+        yield
+        return
+    on_gpus, runner = parts[0].gpu is not None, session.runner
+    preload = preload_for(session.options.spec)
+    own = [Zygote(preload=preload, env={"CUDA_VISIBLE_DEVICES": part.gpu} if part.gpu else {}) for part in parts]
+    zygotes = own if on_gpus else [session.zygote, *own[1:]]  # the search's own one is on the first part of a CPU
+    host_limit = runner.host_limit_bytes // (len(parts) if on_gpus else 1)
+    runners, idle = (
+        [runner.elsewhere(zygote, folder, host_limit_bytes=host_limit) for zygote in zygotes]
+        for folder in (runner.directory, runner.directory / "beside")
+    )
+    session.note(_about(parts))
+    with Parts(parts, runners, idle, own) as running:
+        session.side = SideBySide(
+            parts=running,
+            on_gpus=on_gpus,
+            on_progress=session.on_progress,
+            on_attempt=lambda order, report: session.add_attempt(
+                order.purpose, report, number=order.number, config=order.config
+            ),
+            left_s=lambda: session.hard_deadline_s(0.0),
+        )
+        try:
+            yield
+        finally:
+            keep_ended(session, session.side)
+            session.side = None
+
+
+def _about(parts: Sequence[Part]) -> str:
+    """What a plan says of how its looks were made."""
+    if parts[0].gpu is not None:
+        return f"looks at one GPU ran side by side on {len(parts)} GPUs, pairs and the claim alone"
+    cores = len(parts[0].cores)
+    return (
+        f"looks ran side by side on {len(parts)} parts of the CPU, pairs and the claim alone; each trial had {cores} "
+        f"core(s), so this is a plan for a training with {cores} core(s)"
+    )
 
 
 def _to_its_end(run: SearchRun, search: Callable[[], SearchResult]) -> SearchResult:
@@ -280,10 +362,17 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
     """Piece after piece, as `next_work` names them, and the end that they come to."""
     ahead, waits_for = CompileAhead(session), ""
     while True:
+        if session.side is not None and session.side.full:
+            await_look(session, session.side)
+            answer.keep_leader(run, session)
+            continue
         session.take_in_others()
         if run.ended_elsewhere():
             return answer.finished_elsewhere(run)
         work = drawn(session, next_work(read_state(session, ahead), session.left_s, session.context.nproc))
+        if take_turn(session, work):
+            answer.keep_leader(run, session)
+            continue
         if work.key is not None and not session.store.claim(work.key, alone=work.kind in ALONE):
             waits_for = session.wait_for_others(waits_for)
             continue

@@ -6,6 +6,7 @@ answer. How much faster the winner is, is decided by other runs (claim.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +30,10 @@ MOST_PAIRS = 2
 ENOUGH_PAIRS = 2
 """With this many runs side by side the first look no longer counts: it ran at another time."""
 
+
+BESIDE_SD = 0.05
+"""Standard deviation of the logarithm of the step time between looks beside others, since their load is never quite the
+same. It counts twice, of the ratio of two looks, where they alone say that a configuration is behind. Assumed."""
 
 LASTING_LOAD = 3
 """After so many disturbed trials in a row the load is taken to last."""
@@ -56,10 +61,15 @@ class CandidateRuns:
 
     @property
     def runs(self) -> tuple[Trial, ...]:
-        """The runs that count: the interleaved ones if there are ENOUGH_PAIRS, else the first trial too."""
+        """The runs that count: the interleaved ones if there are ENOUGH_PAIRS, else the first trial too.
+
+        A look that ran beside others is not pooled with runs that were alone.
+        """
         if self.counted:
             return self.counted
-        return self.finalist_runs if len(self.finalist_runs) >= ENOUGH_PAIRS else (self.first, *self.finalist_runs)
+        pairs = self.finalist_runs
+        enough = len(pairs) >= (1 if self.first.beside else ENOUGH_PAIRS)  # pairs run alone, such a look did not
+        return pairs if enough else (self.first, *pairs)
 
     @property
     def reported(self) -> CandidateRuns:
@@ -79,6 +89,12 @@ class CandidateRuns:
     def step_time(self) -> Interval:
         """The runs that count, pooled."""
         return pool_runs(self.step_times)
+
+    @property
+    def look_s(self) -> float:
+        """Its median step time, as it compares with those that have no pairs: of a look beside others, that look's."""
+        look = self.first.step_time_s
+        return self.weight * look.median if self.first.beside and look is not None else self.step_time.median
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -158,11 +174,12 @@ def measured_spread(trials: Iterable[Trial]) -> Spread:
     The runs of the claim are left out: they are what this figure is used for. How fast the cores were counts from all.
     """
     trials = tuple(trials)
-    runs: dict[tuple[TrainingConfig, str | None], list[float]] = {}
+    runs: dict[tuple[TrainingConfig, str | None, int], list[float]] = {}
     for trial in trials:
         good = trial.outcome is Outcome.OK and trial.step_time_s is not None and trial.disturbed is None
         if good and trial.purpose != "claim":
-            runs.setdefault((trial.config, trial.method), []).append(trial.step_time_s.median)  # type: ignore[union-attr]
+            seconds = trial.step_time_s.median  # type: ignore[union-attr]
+            runs.setdefault((trial.config, trial.method, trial.beside), []).append(seconds)
     return Spread.of(runs.values(), core_spread(trial.window for trial in trials))
 
 
@@ -181,13 +198,17 @@ def contenders(
     each of them is compared, and each may be looked at more than once.
     """
     near = [one for one in candidates if one.config != leader.config and not is_behind(one, leader, spread, candidates)]
-    return sorted(near, key=lambda one: one.step_time.median)[:MOST_CONTENDERS]
+    return sorted(near, key=lambda one: one.look_s)[:MOST_CONTENDERS]
 
 
 def is_behind(candidate: CandidateRuns, leader: CandidateRuns, spread: Spread, among: Sequence[CandidateRuns]) -> bool:
     """Whether the runs show that a candidate is slower than the leader."""
     one, other = match_rounds(candidate, leader)
-    return ratio_interval(one.step_times, other.step_times, spread, chosen_from=len(among) * MOST_PAIRS).high < 1.0
+    ratio = ratio_interval(one.step_times, other.step_times, spread, chosen_from=len(among) * MOST_PAIRS)
+    if one.first.beside and not one.finalist_runs:
+        half = math.hypot(math.log(ratio.high / ratio.median), 2 * math.sqrt(2) * BESIDE_SD)
+        return ratio.median * math.exp(half) < 1.0
+    return ratio.high < 1.0
 
 
 def is_decided(leader: CandidateRuns, other: CandidateRuns, spread: Spread) -> bool:

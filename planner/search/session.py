@@ -7,7 +7,7 @@ decided in `next_work.py`; what a piece of work does is in `work.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +30,7 @@ from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, has_lasting_load, measured_spread
 from autoplan.planner.search.setup import SearchContext
+from autoplan.planner.search.side_by_side import SideBySide
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, ModelCost, TrialCost
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.measure import Spread, ToBeat
@@ -78,8 +79,10 @@ class Session:
         ended_claims: Numbers of claims whose rounds ended early.
         traced: Configurations whose variants were traced in this run of the search, as far as there was time.
         unpaired: Configurations whose pair with the leader ended early or is void: this run makes no other.
-        taken: Keys of the pieces of work that other planners of the study have (`Option.key`).
+        taken: Keys of the pieces of work that run elsewhere (`Option.key`): that other planners of the study have, or
+            that run on other parts of this machine.
         devices: That this planner holds (device_hours.py).
+        side: Runs looks on several parts of this machine at once; None: everything runs one after the other.
     """
 
     options: SearchOptions
@@ -104,6 +107,7 @@ class Session:
     _spread: tuple[int, Spread] | None = None  # by the number of trials
     devices: int = 1
     _began_s: float | None = None
+    side: SideBySide | None = None
 
     @property
     def objective(self) -> Objective:
@@ -127,7 +131,7 @@ class Session:
     def device_left_s(self) -> float:
         """Seconds until the device-hours of all planners are used up by this one; infinite: no limit was given."""
         spent_s = self.store.spent_s
-        running_s = 0.0 if self._began_s is None else spent_s - self._began_s
+        running_s = 0.0 if self._began_s is None else spent_s - self._began_s  # looks side by side: as they end
         limit_s = alone_s(self.options, self.devices) - self.loading_s
         return limit_s - used_s(self.store.ledger) / self.devices - running_s
 
@@ -287,11 +291,11 @@ class Session:
         claim = self.claim_rounds(runs.config)
         return compare(runs, plain, self.run_spread, chosen_from=len(candidates), claim=claim)
 
-    # Other planners of the study.
+    # What runs elsewhere.
 
     @property
     def elsewhere(self) -> frozenset[TrainingConfig]:
-        """The configurations that other planners are looking at."""
+        """The configurations that are looked at now: by other planners, or on other parts of this machine."""
         keys = (key.partition(" ") for key in self.taken)
         return frozenset(TrainingConfig.model_validate_json(config) for kind, _, config in keys if kind == "look")
 
@@ -303,7 +307,11 @@ class Session:
             if not trial.is_repeat:
                 self.model.observe(trial)
             self.observer.on_trial_finished(trial, self.best, self.budget())
-        self.taken = frozenset(self.store.others())
+        self.set_taken(self.store.others())
+
+    def set_taken(self, keys: Iterable[str]) -> None:
+        """Notes the pieces of work that run elsewhere: none of them is chosen."""
+        self.taken = frozenset(keys)
         self.model.set_elsewhere(self.elsewhere)
 
     def wait_for_others(self, said: str) -> str:
@@ -326,19 +334,30 @@ class Session:
             yield
         finally:
             self._began_s = None
-            self.store.add(
-                WorkLine(
-                    kind=work.kind,
-                    config=work.config,
-                    began_s=began_s,
-                    seconds=self.store.spent_s - began_s,
-                    devices=self.devices,
-                    predicted_s=work.cost_s,
-                    gain=work.gain,
-                    why=work.why,
-                    over=work.over,
-                )
+            self.write_line(work, began_s)
+
+    def write_line(self, work: Work, began_s: float, part: int | None = None) -> None:
+        """Writes the line of a piece of work that ends now.
+
+        Args:
+            work: The piece.
+            began_s: Of the budget, spent before it.
+            part: Of the machine, where it ran beside others.
+        """
+        self.store.add(
+            WorkLine(
+                kind=work.kind,
+                config=work.config,
+                began_s=began_s,
+                seconds=self.store.spent_s - began_s,
+                devices=self.devices,
+                predicted_s=work.cost_s,
+                gain=work.gain,
+                why=work.why,
+                over=work.over,
+                part=part,
             )
+        )
 
     def measure(
         self,
@@ -363,10 +382,43 @@ class Session:
             method: As an earlier run of it was timed.
             round: Of a pair or a round of the claim.
         """
+        order = self.begin_trial(
+            purpose,
+            config,
+            deadline_s=deadline_s,
+            deadline_of_budget=deadline_of_budget,
+            to_beat=to_beat,
+            method=method,
+            round=round,
+        )
+        if self.side is not None and self.side.has_copies(order):
+            return self.end_trial(self.side.run_with_copies(order))
+        trial = self.runner.run(
+            order,
+            on_progress=self.on_progress,
+            on_attempt=lambda report: self.add_attempt(purpose, report, number=order.number, config=config),
+            left_s=lambda: self.hard_deadline_s(0.0),
+        )
+        return self.end_trial(trial)
+
+    def begin_trial(
+        self,
+        purpose: Purpose,
+        config: TrainingConfig,
+        *,
+        deadline_s: float,
+        deadline_of_budget: bool = False,
+        to_beat: ToBeat | None = None,
+        method: Literal["whole_steps", "parts"] | None = None,
+        round: int | None = None,
+    ) -> TrialOrder:
+        """The order for a trial, with a number that no other has; the arguments are those of `measure`."""
         number = self.store.take_number()
+        if self.side is not None:
+            number = max([number, *(1 + running for running in self.side.numbers)])
         prediction = self.predict(config)
         self.observer.on_trial_started(number, purpose, config, prediction, self.budget())
-        order = TrialOrder(
+        return TrialOrder(
             number=number,
             purpose=purpose,
             config=config,
@@ -378,12 +430,9 @@ class Session:
             round=round,
             remeasure=0.0 if has_lasting_load(self.store.trials) else REMEASURE,
         )
-        trial = self.runner.run(
-            order,
-            on_progress=self.on_progress,
-            on_attempt=lambda report: self.add_attempt(purpose, report, number=number, config=config),
-            left_s=lambda: self.hard_deadline_s(0.0),
-        )
+
+    def end_trial(self, trial: Trial) -> Trial:
+        """Writes a trial to disk, and takes in what it taught."""
         if trial.did_not_run:
             return self._set_aside(trial)
         trial = with_first_loss_compared(trial, self.baseline)

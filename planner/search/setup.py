@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from autoplan.errors import ConfigError, DeviceError
+from autoplan.errors import ConfigError, DeviceError, UsageError
 from autoplan.planner.cost.columns import Bools, ConfigTable
 from autoplan.planner.cost.prediction import CONTEXT_BYTES
 from autoplan.planner.records.trials import LeftOutFamily
@@ -33,6 +33,7 @@ from autoplan.planner.store.journal import write_atomically
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import RANK_COUNTS, TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
+from autoplan.units import format_bytes
 
 if TYPE_CHECKING:
     from autoplan.planner.cost.traced.estimator import Estimator
@@ -142,7 +143,7 @@ def begin_search(means: Means) -> SearchContext:
     options, observer = means.options, means.observer
     now = read_host_profile()
     target = find_target(options, now)
-    _, host_limit = limits(now, target.device, target.given_limit_bytes)
+    _, host_limit = limits(now, target.device, target.given_limit_bytes, parts=options.parts)
     facts = look_at(means, now, target.device, target.nproc, host_limit)
     degrees, degrees_left_out = degree_combinations(options.fix, facts, target)
     choices = facts.choices if options.numerics == "lossy" else without_lossy(facts.choices)
@@ -158,7 +159,7 @@ def begin_search(means: Means) -> SearchContext:
     space = make_space(without_last_resorts(choices, named))
     hardware, probed = _first_rates(means, now, target.device, target.nproc)
     memory_limit, host_limit = limits(
-        now, target.device, target.given_limit_bytes, ranks=target.nproc, measured=hardware
+        now, target.device, target.given_limit_bytes, ranks=target.nproc, measured=hardware, parts=options.parts
     )
     if target.device == "cpu":  # of all ranks together; each node holds its own to host_limit
         memory_limit *= options.layout[0]
@@ -468,6 +469,7 @@ def limits(
     *,
     ranks: int = 1,
     measured: HardwareProfile | None = None,
+    parts: int = 1,
 ) -> tuple[int, int]:
     """The most memory that one trial may take: on its device, and of the host.
 
@@ -477,11 +479,21 @@ def limits(
         wanted_bytes: The limit that was given; None: a share of what is available.
         ranks: At most so many, each with a GPU of its own: the one with the least memory counts.
         measured: The probed machine, which says what a CUDA context takes; None: assumed.
+        parts: So many trials run at once; on CPU they share the memory.
 
     Raises:
         DeviceError: the machine does not say how much is available, and no limit was given.
+        UsageError: so many trials of the limit that was given take more than is available.
     """
     host = hardware.host.memory_available_bytes.value
+    if device == "cpu" and parts > 1 and host is not None:
+        if wanted_bytes is not None and parts * wanted_bytes > host:
+            raise UsageError(
+                f"--memory-limit is {format_bytes(wanted_bytes)} for one trial, and {parts} run at once: "
+                f"{format_bytes(host)} are available",
+                hint=f"Give at most {format_bytes(host / parts)}, or fewer with --side-by-side.",
+            )
+        host /= parts
     here = _least(hardware, device, ranks, "memory_available_bytes") if device == "cuda" else host
     if here is None and wanted_bytes is None:
         raise DeviceError(

@@ -24,7 +24,7 @@ from autoplan.planner.search.next_work import (
 )
 from autoplan.planner.search.objective import devices_of
 from autoplan.planner.search.references import hand_setting, plain_configs
-from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, shared_rounds
+from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, match_rounds, shared_rounds
 from autoplan.planner.search.setup import probe_cost_s, trace_cost_s
 from autoplan.planner.search.trial_cost import first_steps_s, parity_s
 from autoplan.strategies.config import TrainingConfig
@@ -72,7 +72,7 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
     return State(
         looks=looks,
         sharpen=list(_sharpening(session, looks)) if looks else (),
-        ahead=ahead.option() if looks else None,
+        ahead=ahead.option() if looks and session.side is None else None,  # the parts compile side by side
         hand=None if leader is None else _hand(session, leader),
         check=None if leader is None else _check(session, leader),
         pairs=[] if leader is None else list(_pairs(session, leader)),
@@ -81,6 +81,7 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
         claim_began=began,
         out_of_looks=out_of_looks,
         hopeful=bool((session.model.hopeful() if session.sampler is None else session.model.assess().untried).any()),
+        running=() if session.side is None else session.side.running(session.store.spent_s),
     )
 
 
@@ -205,7 +206,8 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
         if other.config in session.unpaired or made >= MOST_PAIRS or (made and is_decided(leader, other, spread)):
             continue
         runs = 1 + made
-        difference = math.log(_counted_s(session, other) / _counted_s(session, leader))
+        one, best = match_rounds(other, leader) if other.first.beside else (other, leader)
+        difference = math.log(_counted_s(session, one) / _counted_s(session, best))
         gain = pair_gain(difference, spread.sd * math.sqrt(2 / runs))
         if gain < LEAST_PAIR_GAIN:
             continue
@@ -299,9 +301,9 @@ def _check(session: Session, leader: CandidateRuns) -> Option | None:
     gain = 0.0
     if plain is not None and plain.step_time_s is not None:
         base_s = plain.step_time_s.median
-        safe_s = min((candidate.step_time.median for candidate in passed), default=base_s)
+        safe_s = min((candidate.look_s for candidate in passed), default=base_s)
         gain = check_gain(
-            math.log(base_s / leader.step_time.median),
+            math.log(base_s / leader.look_s),
             max(0.0, math.log(base_s / safe_s)),
             kind_has_passed=numerics_of(leader.config) in known,
         )
@@ -350,6 +352,6 @@ def claim_size(session: Session, leader: CandidateRuns) -> int:
     """How many rounds the claim has, fixed before the first: what shows the gain, as far as the time goes."""
     plain = session.baseline
     assert plain is not None and plain.step_time_s is not None
-    gain = math.log(plain.step_time_s.median / leader.step_time.median)
+    gain = math.log(plain.step_time_s.median / leader.look_s)
     affordable = int(session.left_s / max(round_s(session, leader.config), 1e-9))
     return max(LEAST_ROUNDS, min(rounds_needed(session.run_spread, gain), affordable))

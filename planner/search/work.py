@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from autoplan.errors import DidNotRunError, NoFeasiblePlanError, WorkloadError
 from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Purpose, Trial
@@ -20,8 +20,10 @@ from autoplan.planner.search.references import plain_configs, what_would_fit
 from autoplan.planner.search.selection import is_late
 from autoplan.planner.search.session import BudgetOver, Session, is_plain_run
 from autoplan.planner.search.setup import probe_more, trace_more
+from autoplan.planner.search.side_by_side import Begun, SideBySide
 from autoplan.planner.search.state import check_s, claim_size, leader_needs_s, near_configs, needs_s
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, takes_own_shapes
+from autoplan.planner.trials.measure import ToBeat
 from autoplan.planner.trials.runner import WORKLOAD
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
@@ -123,10 +125,14 @@ def _has_verdict(session: Session, purpose: Purpose, config: TrainingConfig, dea
 
 def run_look(session: Session, work: Work) -> None:
     """The first trial of a configuration: does it fit, and may it be faster than the leader?"""
+    assert work.config is not None
+    _refuse_lost(session)
+    session.measure("search", work.config, **look_limits(session, work.config))
+
+
+def _refuse_lost(session: Session) -> None:
     if session.lost_in_a_row >= MOST_LOST_IN_A_ROW:
         raise DidNotRunError(f"{MOST_LOST_IN_A_ROW} trials, one after the other; the last: {session.did_not_run[-1]}")
-    assert work.config is not None
-    _look(session, "search", work.config)
 
 
 def run_hand_setting(session: Session, work: Work) -> None:
@@ -135,10 +141,19 @@ def run_hand_setting(session: Session, work: Work) -> None:
     if session.has_verdict(work.config):
         return  # the search has tried it
     session.observer.on_phase("hand setting", work.config.describe())
-    _look(session, "reference", work.config)
+    session.measure("reference", work.config, **look_limits(session, work.config))
 
 
-def _look(session: Session, purpose: Purpose, config: TrainingConfig) -> None:
+class LookLimits(TypedDict):
+    """When a look is ended: the arguments of `Session.measure` for it."""
+
+    deadline_s: float
+    deadline_of_budget: bool
+    to_beat: ToBeat | None
+
+
+def look_limits(session: Session, config: TrainingConfig) -> LookLimits:
+    """When a look at a configuration that begins now is ended."""
     expected_s = session.model.cost_s(config)
     leader = session.leader
     after_s = max(needs_s(session, config), 0.0 if leader is None else leader_needs_s(session, leader))
@@ -148,13 +163,71 @@ def _look(session: Session, purpose: Purpose, config: TrainingConfig) -> None:
     if config.compile_mode in SLOW_COMPILE_MODES:
         own_s = min(own_s, SLOW_MODE_SHARE * session.budget_s)
     best = best_trial((runs.first for runs in session.eligible), session.objective)  # for none that failed its check
-    session.measure(
-        purpose,
-        config,
-        deadline_s=min(budget_s, own_s),
-        deadline_of_budget=budget_s < own_s,
-        to_beat=to_beat(session.objective, best, config, session.run_spread, session.trials_done),
-    )
+    beaten = to_beat(session.objective, best, config, session.run_spread, session.trials_done)
+    return {
+        "deadline_s": min(budget_s, own_s),
+        "deadline_of_budget": budget_s < own_s,
+        "to_beat": beaten if session.side is None else session.side.slower(beaten),
+    }
+
+
+# Looks on several parts of the machine at once.
+
+
+def take_turn(session: Session, work: Work) -> bool:
+    """Starts a piece that may run beside others, or waits for one that runs; False: this piece runs alone now.
+
+    There is a part without a look.
+
+    What is best is next: if that runs alone, no other look is started before it, and the parts are left idle one after
+    the other.
+    """
+    side = session.side
+    if side is None or (work.kind == "hand setting" and session.has_verdict(_config_of(work))):
+        return False
+    if side.may_begin(work):
+        _begin_look(session, side, work)
+        return True
+    if side.begun:
+        await_look(session, side)
+        return True
+    side.rest()
+    return False
+
+
+def await_look(session: Session, side: SideBySide) -> None:
+    """Waits until one of the looks that run has ended."""
+    begun, trial = side.wait(session.plain_config)
+    session.set_taken(side.keys)
+    _end_look(session, begun, trial)
+
+
+def _begin_look(session: Session, side: SideBySide, work: Work) -> None:
+    _refuse_lost(session)
+    config = _config_of(work)
+    session.observer.on_work(work, session.best, session.budget())
+    purpose: Purpose = "search" if work.kind == "look" else "reference"
+    order = session.begin_trial(purpose, config, **look_limits(session, config))
+    side.begin(work, order, session.store.spent_s)
+    session.set_taken(side.keys)
+
+
+def _end_look(session: Session, begun: Begun, trial: Trial) -> None:
+    try:
+        session.end_trial(trial)
+    finally:
+        session.write_line(begun.work, begun.began_s, begun.part)
+
+
+def keep_ended(session: Session, side: SideBySide) -> None:
+    """Ends all looks, where the search is ended; those that had come to their end are kept."""
+    for begun, trial in side.close():
+        _end_look(session, begun, trial)
+
+
+def _config_of(work: Work) -> TrainingConfig:
+    assert work.config is not None, "a look has a configuration"
+    return work.config
 
 
 # Runs side by side.

@@ -74,6 +74,7 @@ def study_identity(
     nodes: str | None = None,
     memory_limit_bytes: int | None,
     objective: Mapping[str, Any] | None = None,
+    side_by_side: int = 1,
     numerics: str = "kept",
 ) -> str:
     """16 hex digits over what is trained, on what, and the options that change the space.
@@ -92,6 +93,7 @@ def study_identity(
     }
     parts |= {"objective": dict(objective)} if objective else {}  # searches without one had no such key
     parts |= {"nodes": nodes} if nodes else {}
+    parts |= {"side_by_side": side_by_side} if side_by_side > 1 else {}
     if numerics != "kept":  # earlier studies have no such key
         parts["numerics"] = numerics
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

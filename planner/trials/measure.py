@@ -324,6 +324,9 @@ class ToBeat(Record):
     level: float = Field(
         gt=0, lt=1, description="chance that a candidate that is as fast is dropped; corrected for the number of looks"
     )
+    slack: float = Field(
+        default=0.0, ge=0, description="natural logarithm of how much longer its step may be for a load of its own"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,7 +354,7 @@ def compare(steps_s: Sequence[float], to_beat: ToBeat, *, sd: float = STEP_SD) -
     low = math.fsum(logs) / len(logs) - sequence_half_width(logs, to_beat.level / 2, sd=sd)
     runs = student_quantile(to_beat.freedom, to_beat.level / 2)
     return Compared(
-        behind=low - runs * math.hypot(to_beat.run_sd, to_beat.sd) > to_beat.log_s,
+        behind=low - runs * math.hypot(to_beat.run_sd, to_beat.sd) > to_beat.log_s + to_beat.slack,
         at_least_s=math.exp(low - runs * to_beat.run_sd),
     )
 

@@ -170,6 +170,19 @@ class TrialRunner:
         self.phase_deadlines_s = phase_deadlines_s
         self.seed = seed
 
+    def elsewhere(self, zygote: Zygote, directory: Path, *, host_limit_bytes: int) -> TrialRunner:
+        """The same on another zygote, with another folder and another limit of host memory."""
+        return TrialRunner(
+            zygote,
+            self.spec,
+            device=self.device,
+            memory_limit_bytes=self.memory_limit_bytes,
+            host_limit_bytes=host_limit_bytes,
+            directory=directory,
+            phase_deadlines_s=self.phase_deadlines_s,
+            seed=self.seed,
+        )
+
     def run(
         self,
         order: TrialOrder,

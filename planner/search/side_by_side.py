@@ -1,0 +1,165 @@
+"""Looks on several parts of this machine at once: what runs where, and what is kept the same for all of them.
+
+In: pieces of work, and orders for their trials. Out: trials that have ended. What is next is decided elsewhere. All
+else that a search does runs alone, with nothing on the other parts.
+
+Looks are compared with each other, so all of them have the same load: while one runs, every other part is busy too,
+with another look, or, if there is none, with the plain run again, which does not count. The plain run itself is
+measured with copies of it on the other parts. What is measured so is marked (`Trial.beside`). Pairs and the rounds of
+the claim run alone, one after the other: what a plan claims does not rest on a load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoplan.planner.records.trials import Trial
+from autoplan.planner.search.next_work import BESIDE, Option, Work
+from autoplan.planner.trials.measure import ToBeat
+from autoplan.planner.trials.parts import Parts
+from autoplan.planner.trials.runner import TrialOrder
+from autoplan.processes import ProcessReport, Progress
+from autoplan.strategies.config import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """A look that runs on a part.
+
+    Attributes:
+        part: The number of the part.
+        work: The piece of work.
+        began_s: Of the budget, spent before it.
+        order: For its trial.
+    """
+
+    part: int
+    work: Work
+    began_s: float
+    order: TrialOrder
+
+    def left(self, spent_s: float) -> Option:
+        """What is left of it, as a piece of work, when so many seconds are spent."""
+        left_s = max(0.0, self.work.cost_s - (spent_s - self.began_s))
+        return Option(
+            kind=self.work.kind,
+            config=self.work.config,
+            cost_s=left_s,
+            needs_s=self.work.needs_s,
+            check_s=self.work.check_s,
+        )
+
+
+@dataclass(kw_only=True)
+class SideBySide:
+    """The parts of a machine in one run of a search, and the looks on them.
+
+    Attributes:
+        parts: They run trials.
+        on_gpus: A part is a GPU: what needs several runs alone. On a CPU a part is all that a trial ever has.
+        on_progress: Is told how far the look is that runs longest.
+        on_attempt: Is told of each run that something outside ended.
+        left_s: Seconds left for running a trial again.
+        begun: The looks that run, by the number of their part, the oldest first.
+    """
+
+    parts: Parts
+    on_gpus: bool
+    on_progress: Callable[[Progress], None]
+    on_attempt: Callable[[TrialOrder, ProcessReport], None]
+    left_s: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.begun: dict[int, Begun] = {}
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the trials that run."""
+        return [one.order.number for one in self.begun.values()]
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the pieces of work that run."""
+        return [key for one in self.begun.values() if (key := one.work.key) is not None]
+
+    @property
+    def full(self) -> bool:
+        """Whether each part has a look."""
+        return len(self.begun) == len(self.parts)
+
+    def running(self, spent_s: float) -> list[Option]:
+        """What is left of the looks that run, when so many seconds are spent."""
+        return [one.left(spent_s) for one in self.begun.values()]
+
+    def fits_a_part(self, config: TrainingConfig | None) -> bool:
+        """Whether a configuration runs on one part."""
+        return config is not None and not (self.on_gpus and config.world_size > 1)
+
+    def may_begin(self, work: Work) -> bool:
+        """Whether a piece of work may run beside others."""
+        return work.kind in BESIDE and self.fits_a_part(work.config)
+
+    def slower(self, to_beat: ToBeat | None) -> ToBeat | None:
+        """The step time that a look has to beat, whatever its load is.
+
+        A part has at least its share of what the parts share, so that a look takes at most so many times as long as
+        alone; and the leader's look may have had next to no load.
+        """
+        if to_beat is None:
+            return None
+        return to_beat.model_copy(update={"slack": math.log(len(self.parts))})
+
+    def begin(self, work: Work, order: TrialOrder, spent_s: float) -> None:
+        """Starts a look on a part that is free."""
+        part = self.parts.free[0]
+        self.parts.begin(part, order, self.left_s)
+        self.begun[part] = Begun(part=part, work=work, began_s=spent_s, order=order)
+        if not self.full:
+            self.parts.sit(self.parts.free[0])  # the next decision is no load to the looks
+
+    def wait(self, plain: TrainingConfig | None) -> tuple[Begun, Trial]:
+        """Waits until a look has ended; meanwhile all parts are busy.
+
+        Args:
+            plain: The plain run, for parts without a look; None, or one that takes several parts: the oldest look.
+        """
+        if self.parts.free:
+            oldest = next(iter(self.begun.values()))
+            config = plain if plain is not None and self.fits_a_part(plain) else oldest.order.config
+            self.parts.fill(config)
+        ended = self.parts.wait(on_progress=self._on_progress, on_attempt=self.on_attempt)
+        self.parts.sit(ended.part)  # what is decided now is no load to the others
+        return self.begun.pop(ended.part), self._marked(ended.trial)
+
+    def has_copies(self, order: TrialOrder) -> bool:
+        """Whether a trial is measured with copies of it on the other parts: the plain run is."""
+        return order.purpose == "baseline" and self.fits_a_part(order.config)
+
+    def run_with_copies(self, order: TrialOrder) -> Trial:
+        """Runs a trial on the first part, and copies of it on all others, which do not count."""
+        self.parts.begin(0, order, self.left_s)
+        self.parts.fill(order.config)
+        trial = self.parts.wait(
+            on_progress=lambda part, progress: self.on_progress(progress), on_attempt=self.on_attempt
+        ).trial
+        self.rest()
+        return self._marked(trial)
+
+    def rest(self) -> None:
+        """Leaves all parts without work, for a piece that runs alone."""
+        self.parts.empty()
+        self.parts.sit(0)
+
+    def close(self) -> list[tuple[Begun, Trial]]:
+        """Ends everything; returns the looks that had come to their end."""
+        ended = self.parts.close()
+        return [(self.begun[one.part], self._marked(one.trial)) for one in ended if one.part in self.begun]
+
+    def _on_progress(self, part: int, progress: Progress) -> None:
+        if part == next(iter(self.begun), None):
+            self.on_progress(progress)
+
+    def _marked(self, trial: Trial) -> Trial:
+        return trial.model_copy(update={"beside": len(self.parts) - 1})
