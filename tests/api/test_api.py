@@ -144,6 +144,7 @@ WRONG: dict[str, tuple[Any, type[Exception]]] = {
     "device": ("tpu", UsageError),
     "memory_limit": ("120%", UsageError),
     "nproc": (0, UsageError),
+    "side_by_side": (0, UsageError),
     "launcher": ("ssh", UsageError),
     "nodes": ("2by8", UsageError),
     "sampler": ("grid", UsageError),

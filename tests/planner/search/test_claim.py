@@ -62,7 +62,9 @@ class Simulated(Session):
         self.store: Any = SimpleNamespace(
             trials=(), spent_s=0.0, claims=(), ledger=(), parity_of=lambda config: verdict(True), add=self._add
         )
-        self.options: Any = SimpleNamespace(seed=seed, allows=lambda config: True, wanted=None, max_trials=0)
+        self.options: Any = SimpleNamespace(
+            seed=seed, allows=lambda config: True, wanted=None, max_trials=0, max_device_hours=None
+        )
         self.options.wanted = SimpleNamespace(name="throughput")
         self.observer = SearchObserver()
         self.model: Any = SimpleNamespace(
