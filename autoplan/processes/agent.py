@@ -9,7 +9,6 @@ autoplan. Both sides prove that they have the token before anything else is read
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import importlib
@@ -24,7 +23,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from autoplan.errors import DeviceError, UsageError
 from autoplan.processes.client import Zygote
@@ -158,14 +157,21 @@ class Agent:
         self._connection = connection
         self._reader = FrameReader(connection)
         self._lock = threading.Lock()
+        self._ended = threading.Event()
 
     def serve(self) -> int:
         """Runs what the planner asks for until it says goodbye or is gone; returns 1 if it was sent away."""
-        with contextlib.suppress(EOFError, OSError):
-            self._send({"kind": "hello", "host": platform.node(), "pid": os.getpid()})
-            welcome, _ = self._read(None) or ({}, b"")
-            threading.Thread(target=self._beat, daemon=True).start()
-            with Zygote(preload=welcome["preload"]) as zygote:
+        try:
+            return self._serve()
+        except (EOFError, OSError):
+            return 0
+
+    def _serve(self) -> int:
+        self._send({"kind": "hello", "host": platform.node(), "pid": os.getpid()})
+        welcome, _ = self._read(None) or ({}, b"")
+        threading.Thread(target=self._beat, daemon=True).start()
+        with Zygote(preload=welcome["preload"]) as zygote:
+            try:
                 while True:
                     header, _ = self._read(None) or ({}, b"")
                     if header["kind"] == "bye":
@@ -174,7 +180,8 @@ class Agent:
                         return int(bool(header.get("why")))
                     if header["kind"] == "run":
                         self._run(zygote, header["task"])
-        return 0
+            finally:
+                self._ended.set()
 
     def _run(self, zygote: Zygote, asked: dict[str, Any]) -> None:
         folder = Path(tempfile.mkdtemp(prefix=folder_prefix("task")))
@@ -211,13 +218,14 @@ class Agent:
             while piece := file.read(PIECE_BYTES):
                 self._send({"kind": "file", "name": name, "at": file.tell() - len(piece)}, piece)
 
-    def _beat(self) -> NoReturn:
-        """Says that this node lives; ends the process when nobody hears it."""
-        while True:
-            time.sleep(BEAT_S)
+    def _beat(self) -> None:
+        """Says that this node lives until it is done; ends the process when nobody hears it meanwhile."""
+        while not self._ended.wait(BEAT_S):
             try:
                 self._send({"kind": "beat"})
             except OSError:
+                if self._ended.wait(0.5):
+                    return
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(60.0)
 
@@ -252,7 +260,8 @@ def serve(connection: socket.socket) -> int:
     """Serves over a proved connection until the planner is gone; returns the exit code."""
     forget_launcher(os.environ)
     sweep_folders()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # its zygote ends all that it started
+    # Its zygote ends all that it started. With 0 torchrun would take it for done, and start nothing again.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with connection:
         return Agent(connection).serve()
 
