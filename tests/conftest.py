@@ -101,11 +101,9 @@ def _exports_share_a_zygote(training_zygote: Any) -> Iterator[None]:
 @pytest.fixture
 def quick_searches(probed_machine: None, training_zygote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Live searches of this process take the time that shows that they work: see tests/time_box.py."""
-    from autoplan.planner.search import run
-    from autoplan.planner.verify import measure
+    from autoplan.planner.search import nodes
     from tests.time_box import set_time_box
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for module in (run, measure):
-        monkeypatch.setattr(module, "Zygote", lambda **given: nullcontext(training_zygote))
+    monkeypatch.setattr(nodes, "Zygote", lambda **given: nullcontext(training_zygote))
     set_time_box(monkeypatch.setattr)
