@@ -22,7 +22,7 @@ from autoplan.planner.diagnose.records import (
     PartTime,
     SwitchTrial,
 )
-from autoplan.planner.diagnose.session import LEAST_PAIRS, is_slower
+from autoplan.planner.diagnose.session import LEAST_PAIRS, compiles_again, is_slower
 from autoplan.planner.diagnose.suspects import LEAST_GROWTH_BYTES, LEAST_SHARE, find_suspects
 from autoplan.planner.records.trials import Interval
 from autoplan.planner.trials.measure import ratio_interval
@@ -56,6 +56,7 @@ WHAT: Mapping[str, str] = {
     "padding": "batches are padded further than their longest sample",
     "needless_gradients": "gradients are computed that nobody uses",
     "anomaly": "the anomaly detection of autograd is on",
+    "recompilation": "torch.compile compiles again in the steps",
     "communication": "the steps wait for the exchange between ranks",
     "bf16": "the matrix products run in fp32 where bf16 is faster",
 }
@@ -69,6 +70,7 @@ MEND: Mapping[str, str] = {
     "freeze": "gc.collect(); gc.freeze() once all is set up, before the loop; no gc.collect() in it",
     "padding": "pad each batch to its own longest sample, in collate_fn (transformers: DataCollatorWithPadding)",
     "anomaly": "remove set_detect_anomaly(True) and detect_anomaly(): they are for finding a NaN, not for training",
+    "recompilation": "torch.compile(..., dynamic=True), or keep shapes and modes the same (batches of one shape: drop_last)",
     "communication": "exchange less often or less: more samples per rank and step, accumulation under model.no_sync(), "
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
     "bf16": "run forward and loss in torch.autocast(device, torch.bfloat16); Trainer: bf16=True. Compare the losses",
@@ -151,6 +153,8 @@ def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> 
         return f"parameters of {' and '.join(facts.needless)} get gradients, and no optimizer has them"
     if switch == "anomaly":
         return "each operation keeps its stack, and each gradient is looked at"
+    if switch == "recompilation":
+        return f"{_compile_words(seen)}; another process with dynamic=True beside it"
     if switch == "communication":
         return exchange_words(trial, seen)
     if switch == "bf16":
@@ -205,6 +209,8 @@ def _mend_of_samples(loader: LoaderFacts | None, workers_were_tried: bool) -> st
 
 
 def _line(trial: SwitchTrial, seen: Observation) -> str | None:
+    if trial.suspect.switch == "recompilation":
+        return _recompiled_line(seen)
     with_lines = ("batches", "workers", "saving", "logging", "evaluation", "gc", "freeze", "communication")
     if trial.suspect.switch not in with_lines:
         return None
@@ -248,13 +254,11 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         said = f"{_part_words(seen, 'loop')} outside the loader, the model and the optimizer"
         mend = "do it once before the loop, every N steps, or in a Dataset with DataLoader workers"
         yield _estimate("loop", "the loop's own code takes time in each step", said, mend, loop.share, loop.line)
-    if facts.compile_s / seen.mean_s >= LEAST_ESTIMATE:
-        said = f"{format_seconds(facts.compile_s)} a step, after the first steps"
-        mend = (
-            "keep shapes and modes the same, or torch.compile(..., dynamic=True); TORCH_LOGS=recompiles names the guard"
-        )
+    if compiles_again(seen) and not _is_proved(answer, "recompilation"):
+        mend = "keep shapes, modes and Python numbers the same in all steps; TORCH_LOGS=recompiles names each guard"
         share = min(0.99, facts.compile_s / seen.mean_s)
-        yield _estimate("recompilation", "torch.compile compiles again in the steps", said, mend, share, None)
+        line = _recompiled_line(seen)
+        yield _estimate("recompilation", WHAT["recompilation"], _compile_words(seen), mend, share, line)
     if facts.throttled >= LEAST_ESTIMATE:
         said = f"{facts.throttled:.0%} of the time this process stood still"
         mend = "raise the container's limit, or use fewer threads and workers"
@@ -268,6 +272,23 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         yield _estimate(
             "copy", "the host waits for copies to the device", _part_words(seen, "copy"), mend, copy.share, copy.line
         )
+
+
+def _compile_words(seen: Observation) -> str:
+    """`120 ms a step, after the first steps: tensor 'x' size mismatch at index 0`."""
+    guard = "".join(f": {one.partition(': ')[2]}" for one in seen.facts.recompiled[:1])
+    return f"{format_seconds(seen.facts.compile_s)} a step, after the first steps{guard}"
+
+
+def _recompiled_line(seen: Observation) -> str | None:
+    return seen.facts.recompiled[0].partition(": ")[0] if seen.facts.recompiled else None
+
+
+def _is_proved(answer: Answer, switch: str) -> bool:
+    """Whether what was measured without a cause shows that it costs something."""
+    trials = [trial for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS]
+    gains = (gain_of(trial, chosen_from=len(trials)) for trial in trials if trial.suspect.switch == switch)
+    return any(gain is not None and gain.low > 1 and gain.median >= 1 + LEAST_SHARE for gain in gains)
 
 
 def _is_open(trial: SwitchTrial, seen: Observation, chosen_from: int) -> bool:

@@ -157,6 +157,9 @@ class Facts(Record):
     syncs: tuple[SyncLine, ...] = ()
     compile_s: float = 0.0
     """Seconds of a step in which torch.compile compiled again."""
+    recompiled: tuple[str, ...] = ()
+    """What torch.compile compiled again: the line of the function, and the guard that failed; the most frequent first.
+    """
     graph_breaks: tuple[str, ...] = ()
     bf16_gain: float | None = None
     """How much faster a large matrix product is in bf16 than in fp32; None: the script has bf16 or fp16 already."""
@@ -173,6 +176,8 @@ class Observation(Record):
     step_s: Interval
     mean_s: float
     parts: tuple[PartTime, ...]
+    block_s: tuple[float, ...] = ()
+    """The mean of a step in consecutive blocks of the steps that were looked at."""
     facts: Facts
     memory: MemoryFacts | None = None
 
@@ -235,6 +240,8 @@ class Request(Record):
     """Ranks of the script, each in a process of its own."""
     ranks: tuple[Observation, ...] = ()
     """What each rank of an earlier process showed."""
+    dynamic: bool = False
+    """Have torch.compile take all shapes at once, and only look."""
 
 
 class Answer(Record):

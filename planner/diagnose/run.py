@@ -14,8 +14,8 @@ from typing import Any
 from autoplan.errors import BudgetEndedError, UsageError, WorkloadError
 from autoplan.planner.diagnose.findings import find_causes, notes_of
 from autoplan.planner.diagnose.rank_findings import notes_of_ranks, rank_times
-from autoplan.planner.diagnose.records import Answer, Diagnosis, Request
-from autoplan.planner.diagnose.session import LEAST_PAIRS
+from autoplan.planner.diagnose.records import Answer, Diagnosis, Request, Suspect, SwitchTrial
+from autoplan.planner.diagnose.session import LEAST_PAIRS, compiles_again
 from autoplan.planner.diagnose.suspects import find_suspects
 from autoplan.processes import Ended, ProcessReport, Progress, Task, Zygote, folder_prefix, limit_hit
 from autoplan.processes.cause import hanging_frame
@@ -194,7 +194,24 @@ class _Runs:
             answer = found
             if not self._goes_on(report, found, progress):
                 break
-        return answer.model_copy(update={"steps": steps})
+        return self._with_dynamic(answer, until).model_copy(update={"steps": steps})
+
+    def _with_dynamic(self, answer: Answer, until: float) -> Answer:
+        """The answer with one more process, in which torch.compile takes all shapes at once, where it compiled again."""
+        seen, left_s = answer.observation, until - time.monotonic()
+        if seen is None or not compiles_again(seen) or self.request.nproc > 1 or left_s < LEAST_RUN_S:
+            return answer
+        self.request = self.request.model_copy(update={"dynamic": True, "observation": None, "trials": ()})
+        report = self._run(left_s)
+        found = _read_answer(report)
+        other = found.observation
+        if other is None or found.how == "raised":
+            why = found.error or "no steps in the time that was left"
+            self.notes.append(f"dynamic=True of torch.compile was not measured: {why}")
+            return answer
+        suspect = Suspect(switch="recompilation", part="forward", worth=seen.facts.compile_s / seen.mean_s)
+        trial = SwitchTrial(suspect=suspect, pairs=tuple(zip(seen.block_s, other.block_s, strict=False)))
+        return answer.model_copy(update={"trials": (*answer.trials, trial)})
 
     def _run(self, budget_s: float) -> ProcessReport:
         self.on_progress(f"starting {self.name}")

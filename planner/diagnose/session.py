@@ -6,10 +6,12 @@ needed. Blocks of a pair lie side by side in the order A-B-B-A, the first drawn,
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import os
 import random
+import re
 import statistics
 import sys
 import time
@@ -74,6 +76,14 @@ SLOWER = 1.25
 STALLED = 4
 """A block that takes so many times as long as it should ends: more threads than free cores take ten times as long."""
 
+COMPILE_SHARE = 0.05
+"""From this share of the time on compiling in the steps is looked at again with dynamic shapes, in another process."""
+
+OTHER_PROCESS_SHARE = 0.4
+"""Of the budget, for that process."""
+
+BLOCKS_SEEN = 6
+
 Course = Generator[None, Step, Any]
 
 
@@ -105,6 +115,7 @@ class Session:
         self.hooks = Hooks(self.clock, sandbox, self.on_step)
         self.answer = Answer(observation=request.observation, trials=request.trials, ranks=request.ranks)
         self._began = time.monotonic()
+        self._kept_s = 0.0
         self._steps = 0
         self._random = random.Random(request.seed)
         self._meter = MemoryMeter()
@@ -114,8 +125,8 @@ class Session:
 
     @property
     def left_s(self) -> float:
-        """Seconds of the budget that are left."""
-        return self.request.budget_s - (time.monotonic() - self._began)
+        """Seconds of the budget that are left for this process."""
+        return self.request.budget_s - self._kept_s - (time.monotonic() - self._began)
 
     def on_step(self) -> None:
         """The end of an optimizer step of the script."""
@@ -158,6 +169,10 @@ class Session:
         seen = self.answer.observation
         if seen is None:
             seen = self._of_all_ranks((yield from self._look()))
+        if self.request.dynamic:
+            return
+        if compiles_again(seen) and self.peers.ranks == 1:
+            self._kept_s = OTHER_PROCESS_SHARE * self.request.budget_s
         if self.request.trace is not None:
             yield from self._trace(self.request.trace)
         kept = seen.memory.kept if seen.memory else ()
@@ -213,7 +228,7 @@ class Session:
                         spent >= least_s and len(steps) >= (LOOK_STEPS if spent <= most_s else LEAST_LOOK_STEPS)
                     ):
                         break
-                if self.peers.agree(bool(find_suspects(see()))):
+                if self.peers.agree(bool(find_suspects(see())) or self.request.dynamic):
                     break
         finally:  # a script that ends now has shown enough, or too little
             sampler.stop()
@@ -255,6 +270,7 @@ class Session:
             anomaly=hooks.modules.anomaly,
             syncs=tuple(syncs),
             compile_s=compile_s,
+            recompiled=recompile_reasons() if compile_s else (),
             graph_breaks=graph_breaks(),
             bf16_gain=None if low else bf16_gain(device),
             exchange=hooks.collectives.facts(list(hooks.modules.called), steps) if self.peers.ranks > 1 else None,
@@ -395,6 +411,7 @@ def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler)
         step_s=median_interval([step.seconds for step in steps]),
         mean_s=whole,
         parts=tuple(sorted(parts, key=lambda one: -one.seconds)),
+        block_s=block_means([step.seconds for step in steps]),
         facts=facts,
     )
 
@@ -451,6 +468,33 @@ def compile_seconds() -> float:
     utils = sys.modules.get("torch._dynamo.utils")
     metrics = getattr(utils, "compilation_time_metrics", {})
     return sum(metrics.get("_compile.compile_inner", ()))
+
+
+def compiles_again(seen: Observation) -> bool:
+    """Whether torch.compile compiles in the steps, after the first ones."""
+    return seen.facts.compile_s >= COMPILE_SHARE * seen.mean_s
+
+
+def block_means(seconds: list[float]) -> tuple[float, ...]:
+    """Means of BLOCKS_SEEN blocks of steps that follow each other; fewer steps are blocks of their own."""
+    count = min(BLOCKS_SEEN, len(seconds))
+    edges = [round(n * len(seconds) / count) for n in range(count + 1)]
+    return tuple(statistics.fmean(seconds[low:high]) for low, high in itertools.pairwise(edges))
+
+
+def recompile_reasons() -> tuple[str, ...]:
+    """Functions that torch.compile compiled again, `train.py:9: tensor 'x' size mismatch at index 0`, most often first.
+
+    What was expected and what came are left out: they are values.
+    """
+    read = getattr(sys.modules.get("torch._dynamo.utils"), "get_compilation_metrics", list)
+    counts: collections.Counter[str] = collections.Counter()
+    for one in read():
+        if getattr(one, "recompile_reason", None):
+            reason = str(one.recompile_reason).strip().partition("\n")[0]
+            reason = re.sub(r"^\d+/\d+: *", "", reason).partition("  #")[0].partition(". expected")[0]
+            counts[f"{os.path.basename(one.co_filename or '')}:{one.co_firstlineno}: {reason[:120]}"] += 1
+    return tuple(reason for reason, _ in counts.most_common(3))
 
 
 def graph_breaks() -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -40,7 +41,7 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
         function: Runs in the place of a script.
     """
     context.phase("script")
-    import torch  # noqa: F401  (the hooks below replace functions of it)
+    import torch
 
     from autoplan.planner.diagnose.ranks import Peers
     from autoplan.planner.diagnose.sandbox import Sandbox
@@ -64,6 +65,8 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
     session = Session(request, sandbox, report, end, lambda text: context.heartbeat(doing=text), peers)
     if request.one_rank:
         os.environ.update(ONE_RANK)
+    if request.dynamic:
+        torch.compile = functools.partial(_compile, torch.compile)
     session.hooks.install()
     if request.nproc > 1:
         session.hooks.collectives.install()
@@ -92,6 +95,11 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
     _flush()
     failed = session.answer.how == "raised" and request.nproc > 1  # so that the other ranks are ended
     os._exit(int(failed))  # what the script has registered for its end is of no use here
+
+
+def _compile(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch.compile with dynamic=True, whatever the script asks for."""
+    return function(*args, **kwargs | {"dynamic": True})
 
 
 def _free_folders(context: RankContext) -> tuple[str, ...]:

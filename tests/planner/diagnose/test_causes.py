@@ -122,6 +122,14 @@ def test_a_trainer_that_saves_each_step(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_shape_that_compiles_again_is_named_with_its_guard_and_dynamic_shapes_are_measured() -> None:
+    found = diagnose("recompiles.py")
+    first = found.findings[0]
+    assert (first.cause, first.measured) == ("recompilation", True), found
+    assert "size mismatch at index 0" in first.evidence and (first.line or "").startswith("recompiles.py:")
+    assert first.gain.low > 1.5 and "dynamic=True" in first.mend
+
+
 @pytest.mark.timing
 def test_of_two_causes_both_are_found() -> None:
     found = diagnose("two.py", budget=60.0)
