@@ -70,7 +70,7 @@ MEND: Mapping[str, str] = {
     "freeze": "gc.collect(); gc.freeze() once all is set up, before the loop; no gc.collect() in it",
     "padding": "pad each batch to its own longest sample, in collate_fn (transformers: DataCollatorWithPadding)",
     "anomaly": "remove set_detect_anomaly(True) and detect_anomaly(): they are for finding a NaN, not for training",
-    "recompilation": "torch.compile(..., dynamic=True), or keep shapes and modes the same (batches of one shape: drop_last)",
+    "recompilation": "torch.compile(..., dynamic=True), or batches of one shape (drop_last=True, few lengths)",
     "communication": "exchange less often or less: more samples per rank and step, accumulation under model.no_sync(), "
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
     "bf16": "run forward and loss in torch.autocast(device, torch.bfloat16); Trainer: bf16=True. Compare the losses",
@@ -250,6 +250,8 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         said = f"{one.calls:,.0f} calls in a step, {format_seconds(read_s)} with what is around them"
         mend = "keep it as a tensor (detach()), and read it once every N steps"
         yield _estimate("sync", "tensors are read on the host in the steps", said, mend, read_s / seen.mean_s, one.line)
+    if loop is not None and loop.share - (facts.compile_s / seen.mean_s) < LEAST_ESTIMATE:
+        loop = None  # of a loop that calls a compiled function
     if loop is not None and loop.share >= LEAST_ESTIMATE:
         said = f"{_part_words(seen, 'loop')} outside the loader, the model and the optimizer"
         mend = "do it once before the loop, every N steps, or in a Dataset with DataLoader workers"

@@ -197,7 +197,7 @@ class _Runs:
         return self._with_dynamic(answer, until).model_copy(update={"steps": steps})
 
     def _with_dynamic(self, answer: Answer, until: float) -> Answer:
-        """The answer with one more process, in which torch.compile takes all shapes at once, where it compiled again."""
+        """The answer with one more process where torch.compile compiled again: there it takes all shapes at once."""
         seen, left_s = answer.observation, until - time.monotonic()
         if seen is None or not compiles_again(seen) or self.request.nproc > 1 or left_s < LEAST_RUN_S:
             return answer

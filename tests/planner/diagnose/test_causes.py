@@ -128,6 +128,7 @@ def test_a_shape_that_compiles_again_is_named_with_its_guard_and_dynamic_shapes_
     assert (first.cause, first.measured) == ("recompilation", True), found
     assert "size mismatch at index 0" in first.evidence and (first.line or "").startswith("recompiles.py:")
     assert first.gain.low > 1.5 and "dynamic=True" in first.mend
+    assert "loop" not in {one.cause for one in found.findings}
 
 
 @pytest.mark.timing
