@@ -20,6 +20,7 @@ from autoplan.planner.diagnose.records import (
     Observation,
     Part,
     PartTime,
+    Repeated,
     SwitchTrial,
 )
 from autoplan.planner.diagnose.session import LEAST_PAIRS, compiles_again, is_slower
@@ -35,6 +36,15 @@ LEAST_ESTIMATE = 0.05
 
 MANY_CALLS = 100
 """Calls in a step from which on they are what the code around them is there for."""
+
+LEAST_LOOP = 0.15
+"""A loop over small operations is a finding from this share on: some of it stays in whatever takes its place."""
+
+LOOP_MENDS = {
+    "model": "one operation for all of them: another dimension of the tensors, nn.LSTM, index_add, padding; or "
+    "torch.compile",
+    "optimizer": "an optimizer of torch.optim with fused=True or foreach=True, or torch._foreach_mul_ and its like",
+}
 
 LEAST_MORE_BYTES, MORE_SHARE = 64 << 20, 0.2
 """Saving or evaluation that takes less memory beyond the steps is no note: the allocator keeps some."""
@@ -57,6 +67,7 @@ WHAT: Mapping[str, str] = {
     "needless_gradients": "gradients are computed that nobody uses",
     "anomaly": "the anomaly detection of autograd is on",
     "recompilation": "torch.compile compiles again in the steps",
+    "small_operations": "Python goes through small operations one by one",
     "communication": "the steps wait for the exchange between ranks",
     "bf16": "the matrix products run in fp32 where bf16 is faster",
 }
@@ -261,6 +272,9 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         share = min(0.99, facts.compile_s / seen.mean_s)
         line = _recompiled_line(seen)
         yield _estimate("recompilation", WHAT["recompilation"], _compile_words(seen), mend, share, line)
+    for loop_of in facts.repeated:
+        if loop_of.share >= LEAST_LOOP:
+            yield _small_operations(loop_of, seen)
     if facts.throttled >= LEAST_ESTIMATE:
         said = f"{facts.throttled:.0%} of the time this process stood still"
         mend = "raise the container's limit, or use fewer threads and workers"
@@ -274,6 +288,19 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         yield _estimate(
             "copy", "the host waits for copies to the device", _part_words(seen, "copy"), mend, copy.share, copy.line
         )
+
+
+def _small_operations(found: Repeated, seen: Observation) -> Finding:
+    """Of a forward, the estimate goes from the lines alone to the lines with all of their part of backward."""
+    share, forward = found.share, seen.share("forward") + seen.share("loss")
+    with_backward = share if found.part == "optimizer" else share * (1 + seen.share("backward") / max(forward, share))
+    said = f"it runs {found.calls:,} times in a step; such lines take {share:.0%} of the time"
+    said += "" if with_backward == share else f", up to {with_backward:.0%} with their backward"
+    mend = LOOP_MENDS["optimizer" if found.part == "optimizer" else "model"]
+    low, high = (1 / (1 - min(one, 0.99)) for one in (share, with_backward))
+    finding = _estimate("small_operations", WHAT["small_operations"], said, mend, share, found.line)
+    gain = Interval(median=(low * high) ** 0.5, low=low, high=high, samples=1)
+    return finding.model_copy(update={"gain": gain})
 
 
 def _compile_words(seen: Observation) -> str:

@@ -66,6 +66,18 @@ class SyncLine(Record):
     seconds: float
 
 
+class Repeated(Record):
+    """Lines of the user's code that each run many times in a step, in one part: loops over small operations.
+
+    `line` is the one that most of the time is spent in, `calls` how often it runs, `share` that of all such lines.
+    """
+
+    part: Part
+    line: str
+    calls: int
+    share: float
+
+
 class LoaderFacts(Record):
     """The loader that a step waits for. `make_s` and `collate_s` are seconds of a step in this process."""
 
@@ -155,6 +167,8 @@ class Facts(Record):
     anomaly: bool = False
     """Whether the anomaly detection of autograd is on."""
     syncs: tuple[SyncLine, ...] = ()
+    repeated: tuple[Repeated, ...] = ()
+    """Loops of Python over small operations, by part."""
     compile_s: float = 0.0
     """Seconds of a step in which torch.compile compiled again."""
     recompiled: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autoplan.planner.diagnose.clock import Clock, LineSampler, Step
+from autoplan.planner.diagnose.clock import Clock, LineCounter, LineSampler, Step
 from autoplan.planner.diagnose.hooks import Hooks, sync_lines, worst_line
 from autoplan.planner.diagnose.memory import MemoryMeter, cut_graphs, find_kept, growth_bytes, sizes_of_names
 from autoplan.planner.diagnose.ranks import Peers, critical, rank_block
@@ -34,6 +34,7 @@ from autoplan.planner.diagnose.records import (
     Observation,
     PartTime,
     RankBlock,
+    Repeated,
     Request,
     Suspect,
     SwitchTrial,
@@ -83,6 +84,9 @@ OTHER_PROCESS_SHARE = 0.4
 """Of the budget, for that process."""
 
 BLOCKS_SEEN = 6
+
+MANY_RUNS, SMALL_S = 20, 1e-3
+"""A line that runs so many times in a step, for less than this each time, is one of a loop over small operations."""
 
 Course = Generator[None, Step, Any]
 
@@ -234,6 +238,16 @@ class Session:
             sampler.stop()
             if len(steps) >= LEAST_LOOK_STEPS:
                 seen = see()
+        if not compile_seconds():  # it looks at frames as they run
+            counter = LineCounter()
+            counter.start()
+            try:
+                yield
+            finally:
+                counter.stop()
+            facts = seen.facts.model_copy(update={"repeated": repeated_lines(sampler, counter, seen.mean_s)})
+            seen = seen.model_copy(update={"facts": facts})
+            self.keep(observation=seen)
         return seen
 
     def _facts(self, steps: int, compile_s: float) -> Facts:
@@ -414,6 +428,23 @@ def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler)
         block_s=block_means([step.seconds for step in steps]),
         facts=facts,
     )
+
+
+def repeated_lines(sampler: LineSampler, counter: LineCounter, step_s: float) -> tuple[Repeated, ...]:
+    """The loops over small operations: lines that ran MANY_RUNS times in a step, each for less than SMALL_S."""
+    total = sum(sampler.seen.values())
+    found = []
+    for part in ("forward", "loss", "optimizer"):
+        share_of = {line: seen / total for (of, line), seen in sampler.seen.items() if of == part}
+        many = {
+            line: share
+            for line, share in share_of.items()
+            if (runs := counter.counts.get(line, 0)) >= MANY_RUNS and share * step_s < SMALL_S * runs
+        }
+        if many:
+            line = max(many, key=lambda one: many[one])
+            found.append(Repeated(part=part, line=line, calls=counter.counts[line], share=sum(many.values())))
+    return tuple(found)
 
 
 def memory_facts(samples: list[int], sampler: LineSampler, kept: list[Kept]) -> MemoryFacts | None:

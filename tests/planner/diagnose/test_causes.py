@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import autoplan
+from autoplan.planner.diagnose.clock import LineCounter
 from tests.planner.diagnose.test_diagnose import SCRIPTS, diagnose
 
 
@@ -54,6 +55,37 @@ def test_a_cause_that_cannot_be_removed_is_estimated_with_its_line(script: str, 
     found = diagnose(script, budget=25.0)
     first = found.findings[0]
     assert (first.cause, first.measured, first.line) == (cause, False, line), found.findings
+
+
+def test_a_loop_over_small_operations_is_named_with_its_line() -> None:
+    found = diagnose("cell.py", budget=12.0)
+    first = found.findings[0]
+    assert (first.cause, first.measured) == ("small_operations", False), found.findings
+    assert first.line in ("cell.py:13", "cell.py:14", "cell.py:15") and "it runs 120 times in a step" in first.evidence
+    assert 1.0 < first.gain.low < first.gain.median < first.gain.high
+
+
+def test_layers_that_run_the_same_lines_once_each_are_no_loop() -> None:
+    def forward(layers: list[Layer]) -> None:
+        for layer in layers:
+            layer.forward()
+
+    class Layer:
+        def forward(self) -> None:
+            self.called = True
+
+    def most(layers: list[Layer]) -> int:
+        counter = LineCounter()
+        counter.start()
+        forward(layers)
+        counter.stop()
+        first = Layer.forward.__code__.co_firstlineno
+        return counter.counts[f"{Path(__file__).name}:{first + 1}"]
+
+    if sys.gettrace() is None:
+        assert most([Layer() for _ in range(30)]) == 1
+        assert most([Layer()] * 30) == 30
+        assert sys.gettrace() is None
 
 
 def test_a_function_is_run_as_a_script_is() -> None:
