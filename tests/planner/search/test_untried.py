@@ -105,7 +105,8 @@ def test_a_search_whose_budget_ended_says_what_it_would_try_next():
         def finish(self, status: Any, reason: str, hint: str, *, ended_by: str = "time") -> Any:
             return hint
 
-    facts_: dict[str, Any] = {"options": None, "observer": None, "store": None}
+    options = SimpleNamespace(max_device_hours=None)
+    facts_: dict[str, Any] = {"options": options, "observer": None, "store": None}
     hint: Any = budget_ended(Run(budget_s=60.0, session=session, **facts_), "the budget ended before the parity check")
     assert hint.startswith("Give it more time, for example --budget 2m; what finished is not repeated. So far, ")
     assert f"a longer search tries {untried.config.describe()} next: predicted" in hint
