@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -12,6 +13,12 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ctrl-C reaches what the tests start, also where `make test &` in a script has its jobs ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
