@@ -28,8 +28,8 @@ def time_core() -> float:
     """Seconds of a fixed calculation on the core that this thread is on, in fp32: how fast that core is now.
 
     Where other machines share a core (two threads of one core, a common limit of power), its speed changes by itself,
-    and the kernel shows no steal. On such a machine the steps of a small training followed this figure with a
-    correlation of 0.83; both scattered by 19 %.
+    and the kernel shows no steal. On such a machine the steps of a small training followed such products with
+    a correlation of 0.83; both scattered by 19 %.
     """
     matrix = np.ones((GAUGE_SIZE, GAUGE_SIZE), np.float32)
     fastest_s = float("inf")

@@ -238,7 +238,7 @@ class Session:
             sampler.stop()
             if len(steps) >= LEAST_LOOK_STEPS:
                 seen = see()
-        if not compile_seconds():  # it looks at frames as they run
+        if not self.peers.agree(compile_seconds() > 0):  # it looks at frames as they run
             counter = LineCounter()
             counter.start()
             try:

@@ -90,7 +90,7 @@ class Window(Record):
     core_s: float | None = Field(
         default=None,
         description="seconds of a fixed calculation on the rank's core, the geometric mean over the ends of the "
-        "window's stretches: how fast the core was; None: not on a GPU, or recorded earlier",
+        "window's stretches: how fast the core was; None: on a GPU it is not read",
     )
     core_readings: int = Field(default=0, description="how many ends of stretches")
     sm_clock_hz: float | None = Field(default=None, description="median clock of the GPU's multiprocessors")

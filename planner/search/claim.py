@@ -87,7 +87,7 @@ def rounds_needed(spread: Spread, log_gain: float) -> int:
 def rounds_kept(spread: Spread) -> int:
     """For how many rounds time is kept while the search goes on: the fewest that show a gain of SHOWN_GAIN.
 
-    Two where runs differ by up to 7 %. Where they differ by 20 %, two rounds show nothing, whatever was found before.
+    Two where runs differ by up to 10 %, five at 20 %: there two rounds show nothing, whatever was found before.
     """
     rounds = range(LEAST_ROUNDS, MOST_ROUNDS)
     return next((r for r in rounds if half_width(spread, r) <= SHOWN_GAIN), MOST_ROUNDS)

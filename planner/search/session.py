@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Unpack
 
 from autoplan.planner.records.trials import (
     ClaimRounds,
@@ -33,8 +33,8 @@ from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.side_by_side import SideBySide
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, ModelCost, TrialCost
 from autoplan.planner.store.store import Store
-from autoplan.planner.trials.measure import Spread, ToBeat
-from autoplan.planner.trials.runner import TrialOrder, TrialRunner, make_attempt, with_first_loss_compared
+from autoplan.planner.trials.measure import Spread
+from autoplan.planner.trials.runner import TrialLimits, TrialOrder, TrialRunner, make_attempt, with_first_loss_compared
 from autoplan.processes import ProcessReport, Progress, Zygote
 from autoplan.strategies.config import PLAIN, TrainingConfig
 
@@ -359,38 +359,16 @@ class Session:
             )
         )
 
-    def measure(
-        self,
-        purpose: Purpose,
-        config: TrainingConfig,
-        *,
-        deadline_s: float,
-        deadline_of_budget: bool = False,
-        to_beat: ToBeat | None = None,
-        method: Literal["whole_steps", "parts"] | None = None,
-        round: int | None = None,
-    ) -> Trial:
+    def measure(self, purpose: Purpose, config: TrainingConfig, **limits: Unpack[TrialLimits]) -> Trial:
         """Runs one trial and writes it to disk before anything else happens.
 
         A Ctrl-C passes through; the trial that it ended is not kept in the record.
 
         Args:
             purpose, config: What it is for, and what is measured.
-            deadline_s: Seconds after which it is ended.
-            deadline_of_budget: That is the budget's end, which is no verdict on the configuration.
-            to_beat: The leader's step time: a look that a bound puts behind it is stopped. None: it is not stopped.
-            method: As an earlier run of it was timed.
-            round: Of a pair or a round of the claim.
+            limits: When it is ended, and how it is timed.
         """
-        order = self.begin_trial(
-            purpose,
-            config,
-            deadline_s=deadline_s,
-            deadline_of_budget=deadline_of_budget,
-            to_beat=to_beat,
-            method=method,
-            round=round,
-        )
+        order = self.begin_trial(purpose, config, **limits)
         if self.side is not None and self.side.has_copies(order):
             return self.end_trial(self.side.run_with_copies(order))
         trial = self.runner.run(
@@ -401,17 +379,7 @@ class Session:
         )
         return self.end_trial(trial)
 
-    def begin_trial(
-        self,
-        purpose: Purpose,
-        config: TrainingConfig,
-        *,
-        deadline_s: float,
-        deadline_of_budget: bool = False,
-        to_beat: ToBeat | None = None,
-        method: Literal["whole_steps", "parts"] | None = None,
-        round: int | None = None,
-    ) -> TrialOrder:
+    def begin_trial(self, purpose: Purpose, config: TrainingConfig, **limits: Unpack[TrialLimits]) -> TrialOrder:
         """The order for a trial, with a number that no other has; the arguments are those of `measure`."""
         number = self.store.take_number()
         if self.side is not None:
@@ -423,11 +391,7 @@ class Session:
             purpose=purpose,
             config=config,
             prediction=prediction,
-            deadline_s=max(deadline_s, 5.0),
-            deadline_of_budget=deadline_of_budget,
-            to_beat=to_beat,
-            method=method,
-            round=round,
+            **limits | {"deadline_s": max(limits["deadline_s"], 5.0)},
             remeasure=0.0 if has_lasting_load(self.store.trials) else REMEASURE,
         )
 

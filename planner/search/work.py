@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from autoplan.errors import DidNotRunError, NoFeasiblePlanError, WorkloadError
 from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Purpose, Trial
@@ -23,8 +23,7 @@ from autoplan.planner.search.setup import probe_more, trace_more
 from autoplan.planner.search.side_by_side import Begun, SideBySide
 from autoplan.planner.search.state import check_s, claim_size, leader_needs_s, near_configs, needs_s
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, takes_own_shapes
-from autoplan.planner.trials.measure import ToBeat
-from autoplan.planner.trials.runner import WORKLOAD
+from autoplan.planner.trials.runner import WORKLOAD, TrialLimits
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
 
@@ -144,15 +143,7 @@ def run_hand_setting(session: Session, work: Work) -> None:
     session.measure("reference", work.config, **look_limits(session, work.config))
 
 
-class LookLimits(TypedDict):
-    """When a look is ended: the arguments of `Session.measure` for it."""
-
-    deadline_s: float
-    deadline_of_budget: bool
-    to_beat: ToBeat | None
-
-
-def look_limits(session: Session, config: TrainingConfig) -> LookLimits:
+def look_limits(session: Session, config: TrainingConfig) -> TrialLimits:
     """When a look at a configuration that begins now is ended."""
     expected_s = session.model.cost_s(config)
     leader = session.leader

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict
 
 from pydantic import ValidationError
 
@@ -133,6 +133,16 @@ class TrialOrder:
     round: int | None = None
     most_s: float = MOST_MEASURING_S
     remeasure: float = 1.0
+
+
+class TrialLimits(TypedDict, total=False):
+    """When a trial is ended, and how it is timed: fields of its TrialOrder."""
+
+    deadline_s: Required[float]
+    deadline_of_budget: bool
+    to_beat: ToBeat | None
+    method: Literal["whole_steps", "parts"] | None
+    round: int | None
 
 
 class TrialRunner:

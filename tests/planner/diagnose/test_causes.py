@@ -8,7 +8,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -86,6 +88,16 @@ def test_layers_that_run_the_same_lines_once_each_are_no_loop() -> None:
         assert most([Layer() for _ in range(30)]) == 1
         assert most([Layer()] * 30) == 30
         assert sys.gettrace() is None
+
+
+def test_counting_ends_where_no_frame_is_of_a_file() -> None:
+    """Of a function that a notebook or exec() made: nothing is counted, and nothing goes on being counted."""
+    seen: dict[str, Any] = {"LineCounter": LineCounter, "sys": sys}
+    exec("def run():\n c = LineCounter()\n c.start()\n c.stop()\n global left\n left = sys.gettrace()\n", seen)
+    thread = threading.Thread(target=seen["run"])
+    thread.start()
+    thread.join()
+    assert seen["left"] is None
 
 
 def test_a_function_is_run_as_a_script_is() -> None:
