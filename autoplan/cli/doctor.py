@@ -43,7 +43,7 @@ def doctor_command(
         str, typer.Option("--budget", metavar="TIME", help="How long the script runs, with what starts it.")
     ] = "60s",
     nproc: Annotated[
-        int, typer.Option("--nproc", metavar="N", min=1, help="Ranks of a script for torchrun, on this machine.")
+        int, typer.Option("--nproc", metavar="N", help="Ranks of a script for torchrun, on this machine.")
     ] = 1,
     memory_limit: Annotated[
         str | None,
@@ -62,7 +62,7 @@ def doctor_command(
     if script is not None:
         _diagnose(script, arguments or [], time_box, nproc, memory_limit, trace, quiet, json_output)
         return
-    for option, given in (("--trace", trace is not None), ("--nproc", nproc > 1)):
+    for option, given in (("--trace", trace is not None), ("--nproc", nproc != 1)):
         if given:
             hint = "Give the script first: autoplan doctor train.py."
             raise UsageError(f"{option} was given without a script", hint=hint)

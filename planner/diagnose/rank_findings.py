@@ -69,8 +69,11 @@ def with_ranks(found: Sequence[Finding], answer: Answer, seen: Observation) -> l
             update = {"mend": measured.mend, "gain": measured.gain, "measured": True, "line": measured.line}
             finding = finding.model_copy(update=update)
             found = [one for one in found if one is not measured]
-    elif any(one.cause == part or (part == "gc" and one.cause == "freeze") for one in found):
-        return list(found)  # the others wait for what that finding names
+    else:
+        same = [one for one in found if one.cause == part or (part == "gc" and one.cause == "freeze")]
+        if same:  # the others wait for what that finding names
+            more = {"evidence": f"{same[0].evidence}; {finding.what}"}
+            return [one.model_copy(update=more) if one is same[0] else one for one in found]
     return [*found, finding]
 
 
