@@ -27,7 +27,7 @@ from autoplan.planner.parity.records import (
     twin_of,
 )
 from autoplan.planner.records.trials import Outcome, Trial
-from autoplan.planner.trials.request import look_s
+from autoplan.planner.trials.request import VERY_EXPENSIVE_LOOK, look_s, runs_shorter
 from autoplan.strategies.config import PLAIN, SLOW_COMPILE_MODES, TrainingConfig
 
 Array = NDArray[np.float64]
@@ -94,8 +94,8 @@ class TrialCost:
     def observe(self, trial: Trial) -> None:
         """Learns from a finished trial; how long it compiled, also from one that was given up afterwards."""
         self._observe_compiling(trial)
-        if trial.outcome is not Outcome.OK or trial.step_time_s is None:
-            return
+        if trial.outcome is not Outcome.OK or trial.step_time_s is None or trial.round is not None:
+            return  # a further run may be shorter than a look
         phases = trial.phase_seconds
         fixed_s = sum(phases.get(name, 0.0) for name in ("start", "init", "build", "done"))
         self._fixed.setdefault(trial.config.world_size, []).append(fixed_s)
@@ -181,6 +181,9 @@ class TrialCost:
 
     def warm_s(self, config: TrainingConfig, trial_s: float) -> float:
         """Expected seconds of a further run of a configuration, of which `trial_s` are expected for the first."""
+        micro_step_s = (trial_s - self.fixed_s) / VERY_EXPENSIVE_LOOK
+        if runs_shorter(config, micro_step_s):
+            return trial_s - micro_step_s
         if self.is_warm(config):
             return trial_s
         return trial_s - self.compile_s(config) + self.compile_s(config, warm=True)
@@ -188,6 +191,10 @@ class TrialCost:
     def repeat_s(self, trial: Trial) -> float:
         """Expected seconds of running a finished trial again: its kernels are in the cache."""
         compiled_s = trial.phase_seconds.get("compile", 0.0)
+        if trial.step_time_s is not None and trial.round is None:
+            micro_step_s = trial.step_time_s.median / trial.config.accumulation(self.global_batch)
+            if runs_shorter(trial.config, micro_step_s):
+                return trial.seconds_spent - micro_step_s
         if trial.config.compile == "off" or not compiled_s:
             return trial.seconds_spent
         again_s = compiled_s if was_warm(trial) else min(compiled_s, self.compile_s(trial.config, warm=True))

@@ -28,6 +28,9 @@ EXPENSIVE_S, VERY_EXPENSIVE_S = 0.5, 2.0
 more than a few seconds of them before it is known what they cost. They are the samples too, from the second micro-step
 on, so that such a look is over then."""
 
+VERY_EXPENSIVE_LOOK = 3
+"""Micro-steps of a look whose micro-steps are very expensive."""
+
 WARM_UP_S = 0.4
 """Seconds of steps before a sample counts, the two short steps among them; the same for all configurations. Clocks
 rise, the allocator fills its cache, the second step compiles again. It is one stretch of the load monitor (load.py).
@@ -59,11 +62,26 @@ PART_MICRO_STEPS = 6
 """Micro-steps of a short step that is timed, unless they are expensive; the first two take longer than the rest."""
 
 
-def samples_wanted(micro_step_s: float) -> int:
-    """How many samples of its most expensive part a step in parts needs; `micro_step_s` is one micro-step's seconds."""
+FIRST_UPDATE_SHARE = 0.02
+"""The first optimizer step also makes the optimizer's state. It counts as any other where it is at most such a share of
+a step: then that changes the step by less than runs differ."""
+
+
+def samples_wanted(micro_step_s: float, *, again: bool = False) -> int:
+    """How many samples of its most expensive part a step in parts needs.
+
+    Args:
+        micro_step_s: Seconds of one micro-step.
+        again: Of a further run (`TrialRequest.again`).
+    """
     if micro_step_s > VERY_EXPENSIVE_S:
-        return FEWEST_SAMPLES - 1
+        return FEWEST_SAMPLES - 2 if again else FEWEST_SAMPLES - 1
     return FEWEST_SAMPLES if micro_step_s > EXPENSIVE_S else SAMPLES
+
+
+def runs_shorter(config: TrainingConfig, micro_step_s: float) -> bool:
+    """Whether a further run of a configuration (`TrialRequest.again`) has one micro-step less than its look."""
+    return config.compile == "off" and config.world_size == 1 and micro_step_s > VERY_EXPENSIVE_S
 
 
 def look_s(step_s: Floats, accumulation: Floats) -> Floats:
@@ -75,7 +93,10 @@ def look_s(step_s: Floats, accumulation: Floats) -> Floats:
     """
     micro_step_s = step_s / accumulation
     short = 2 * np.minimum(accumulation, FITS_MICRO_STEPS)
-    fits = np.where(micro_step_s > VERY_EXPENSIVE_S, 3, np.where(micro_step_s > EXPENSIVE_S, 4, short)) * micro_step_s
+    fits = (
+        np.where(micro_step_s > VERY_EXPENSIVE_S, VERY_EXPENSIVE_LOOK, np.where(micro_step_s > EXPENSIVE_S, 4, short))
+        * micro_step_s
+    )
     warm = np.maximum(WARM_UP_S - fits, 0.0)
     whole_s = np.maximum(warm, step_s) + np.maximum(MEASURING_S, SAMPLES * step_s)
     part_s = np.minimum(accumulation, PART_MICRO_STEPS) * micro_step_s
@@ -96,6 +117,11 @@ class TrialRequest(Record):
     most_s: float = Field(default=MOST_MEASURING_S, description="seconds of measuring at most")
     remeasure: float = Field(
         default=1.0, description="so many times what measuring takes may go into measuring disturbed stretches again"
+    )
+    again: bool = Field(
+        default=False,
+        description="it ran here before, so that this run has only its time to show: where micro-steps are very "
+        "expensive, by one that warms up and one that counts",
     )
     seed: int = 0
 

@@ -33,6 +33,7 @@ from autoplan.planner.trials.ranks import RankSync
 from autoplan.planner.trials.request import (
     EXPENSIVE_S,
     FEWEST_SAMPLES,
+    FIRST_UPDATE_SHARE,
     FITS_MICRO_STEPS,
     GRAPH_MICRO_STEPS,
     MEASURING_S,
@@ -43,6 +44,7 @@ from autoplan.planner.trials.request import (
     WARM_UP_S,
     WHOLE_STEP_S,
     TrialRequest,
+    runs_shorter,
     samples_wanted,
 )
 from autoplan.strategies.config import CUDAGRAPH_MODES
@@ -140,6 +142,8 @@ class StepTimer:
         optimizer's state, and the second step accumulates gradients beside that state. On one rank expensive
         micro-steps are samples, all but the very first (the first two where they are recorded as a CUDA graph).
 
+        A further run whose micro-steps are very expensive is over after the first step, if that has two of them.
+
         Raises:
             BehindError: the micro-steps alone are slower than the leader's whole step.
             NonfiniteError: the loss or the gradient norm is not finite.
@@ -149,10 +153,16 @@ class StepTimer:
         compiles = config.compile != "off"
         self.context.phase("compile" if compiles else "warmup")
         self._began = time.monotonic()
-        fewest = 1 if alone and not compiles else 2
+        fewest = 1 if alone and not compiles and not self.request.again else 2
         same = first_samples(self.run.workload, self.run.config.micro_batch, micro_steps)
         self._stretches.begin()
-        first = self._step_not_skipped(micro_steps, shorten_if_expensive=True, fewest=fewest, first_batch=same)["all"]
+        step = self._step_not_skipped(micro_steps, shorten_if_expensive=True, fewest=fewest, first_batch=same)
+        first = step["all"]
+        if self._is_known_by(step):
+            self.parts = {"micro_step": first[1:], "optimizer_step": step["optimizer_step"]}
+            self._stretches.add(self.parts)
+            self._lasts_s = self._elapsed()
+            return
         if compiles:
             self.context.phase("warmup")
             self._began = time.monotonic()
@@ -182,6 +192,17 @@ class StepTimer:
                 return
         self._stretches.add(self.parts)
         self._lasts_s = self._elapsed()
+
+    def _is_known_by(self, step: Mapping[str, Sequence[float]]) -> bool:
+        """Whether the first short step is all that a further run needs."""
+        micro_step_s = min(step["all"])
+        return (
+            self.request.again
+            and self.batches.sizes is None
+            and len(step["all"]) > 1
+            and runs_shorter(self.request.config, micro_step_s)
+            and max(step["optimizer_step"]) <= FIRST_UPDATE_SHARE * self.run.accumulation * micro_step_s
+        )
 
     def _drop_if_behind(self, steps_s: Sequence[float], *, sd: float = STEP_SD, pending: bool = False) -> None:
         """Ends the look if the configuration is behind the leader, and nothing else made it slow.
@@ -266,7 +287,7 @@ class StepTimer:
                 samples = stretches.everything()
             if samples:
                 interval, counted = self._interval_of(samples)
-                wanted = samples_wanted(min(self._micro_steps_s()))
+                wanted = samples_wanted(min(self._micro_steps_s()), again=self.request.again)
                 self._heartbeat(step_time_s=interval.median, samples=interval.samples)
                 part = np.array(counted[self._most_expensive_part()])
                 least = min(FEWEST_SAMPLES, wanted)

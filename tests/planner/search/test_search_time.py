@@ -73,6 +73,31 @@ def test_a_look_lasts_as_long_as_its_step_asks_for_whatever_the_budget_is(
     assert cost.one_s(config, 0.05) == pytest.approx(FIXED_S + 1.2)
 
 
+@pytest.mark.parametrize(
+    ("step_s", "changes", "saved_s"),
+    [
+        (80.0, {}, 10.0),  # one micro-step less, of eight
+        (80.0, {"micro_batch": 8}, 80.0),  # the step is one micro-step
+        (8.0, {}, 0.0),  # micro-steps of 1 s have as many samples as in a look
+        (80.0, {"dp_replicate": 2}, 0.0),
+        (80.0, {"compile": "model"}, 0.0),
+    ],
+)
+def test_a_further_run_of_very_expensive_micro_steps_has_one_less(
+    step_s: float, changes: dict[str, Any], saved_s: float
+):
+    config = PLAIN.model_copy(update={"micro_batch": 1} | changes)
+    cost = trial_cost(config)
+    trial = trial_of(config, seconds=step_s, seconds_spent=100.0)
+    assert cost.repeat_s(trial) == pytest.approx(100.0 - saved_s)
+    look = FIXED_S + 3 * step_s / config.accumulation(8)
+    assert look - cost.warm_s(config, look) == pytest.approx(saved_s) or config.compile != "off"
+    cost.observe(trial)
+    before = cost.one_s(config, step_s)
+    cost.observe(trial_of(config, number=1, seconds=step_s, seconds_spent=20.0, round=0, purpose="claim"))
+    assert cost.one_s(config, step_s) == before, "a shorter run says nothing about a look"
+
+
 # Compilations.
 
 

@@ -130,6 +130,36 @@ def test_an_expensive_look_runs_only_the_micro_steps_that_show_that_it_fits(
     assert set(timer.kept_samples()) == set(timer.parts) > {"optimizer_step"}
 
 
+@pytest.mark.parametrize(
+    ("micro_batch", "update_s", "counted", "samples"),
+    [
+        (32, 0.0, [2, 0], 1),  # one that warms up and one that counts
+        (32, 0.5, [2, 2, 0], 3),  # the first optimizer step is too long to count: the second one is needed
+        (384, 0.0, [1, 1, 0], 1),
+    ],
+)
+def test_a_further_run_shows_its_time_and_not_that_it_fits(
+    expensive: Callable[..., None], micro_batch: int, update_s: float, counted: list[int], samples: int
+):
+    expensive(0.1, 0.3)
+    timer = make_timer("make_sound", micro_batch, again=True)
+    counts = slow_micro_steps(timer, 0.5)
+    counting = timer.run.optimizer_step
+
+    def update(*arguments: Any) -> Any:
+        time.sleep(update_s)
+        return counting(*arguments)
+
+    timer.run.optimizer_step = update  # type: ignore[method-assign]
+    timer.short_steps()
+    assert timer.choose_method() == "parts"
+    interval = timer.measure_parts()
+    assert counts == counted
+    assert interval.samples == samples
+    assert interval.median > timer.run.accumulation * 0.5
+    assert interval.low < interval.median < interval.high
+
+
 @pytest.mark.timing
 def test_a_look_at_short_steps_takes_little_more_than_its_warm_up_and_two_stretches():
     """By the samples' own clock: a loaded machine makes single steps longer, not the rule."""
