@@ -46,6 +46,10 @@ PROBE_SHARE = 0.2
 TIMING_SHARE = 0.05
 """Of the budget, for timing the model's operations on the device: one trial or less, and it spares several."""
 
+LATER_TIMING = 0.25
+"""Of the time for that, in a later trace: it has few operations that no variant before had. Without this limit a second
+trace of a GPT-2 took 19 s for what the first had timed, all but a few."""
+
 TRACE_SHARE = 0.1
 """Of the budget, for tracing the variants; what there is no time for is predicted roughly."""
 
@@ -241,7 +245,7 @@ def trace_cost_s(context: SearchContext, variants: Sequence[VariantKey] | None =
         return 0.0
     plain_s = context.plain_trace_s
     more_s = min(VARIANT_SHARE * plain_s * len(wanted), TRACE_SHARE * context.means.budget_s)
-    return plain_s + more_s + (_timing_s(context.means) if _is_untimed(context) else 0.0)
+    return plain_s + more_s + _timing_s(context)
 
 
 def trace_more(context: SearchContext, variants: Sequence[VariantKey] | None = None) -> SearchContext:
@@ -252,6 +256,7 @@ def trace_more(context: SearchContext, variants: Sequence[VariantKey] | None = N
     wanted = _rough(context, variants)
     if not wanted and not _is_untimed(context):
         return context
+    timing_s = _timing_s(context)
     means, everything = context.means, _variants(context.facts, context.space.candidates)
     profile = _trace(
         means,
@@ -262,6 +267,7 @@ def trace_more(context: SearchContext, variants: Sequence[VariantKey] | None = N
         everything,
         more=wanted,
         known=context.profile,
+        timing_s=timing_s,
     )
     return _predicted(replace(context, profile=profile, asked=context.asked | {key.text() for key in wanted} | {TIMED}))
 
@@ -284,11 +290,16 @@ def _rough(context: SearchContext, variants: Sequence[VariantKey] | None) -> tup
 
 def _is_untimed(context: SearchContext) -> bool:
     """Whether no operation was timed yet."""
-    timing_s = _timing_s(context.means)
+    timing_s = _whole_timing_s(context.means)
     return context.facts.step_s is None and TIMED not in context.asked and context.profile.timing_s < timing_s
 
 
-def _timing_s(means: Means) -> float:
+def _timing_s(context: SearchContext) -> float:
+    """Seconds that the next trace may time operations for."""
+    return (1.0 if _is_untimed(context) else LATER_TIMING) * _whole_timing_s(context.means)
+
+
+def _whole_timing_s(means: Means) -> float:
     from autoplan.planner.trace.trace import TIMING_BUDGET_S
 
     return min(TIMING_BUDGET_S, TIMING_SHARE * means.budget_s)
@@ -304,6 +315,7 @@ def _trace(
     *,
     more: Sequence[VariantKey] = (),
     known: ModelProfile | None = None,
+    timing_s: float = 0.0,
 ) -> ModelProfile:
     """The profile with the plain variant and `more`; what else there is of `everything` is rough."""
     from autoplan.planner.trace.model_profile import PLAIN
@@ -324,7 +336,7 @@ def _trace(
         known=known,
         limits=TraceLimits(
             time_limit_s=TRACE_SHARE * means.budget_s,
-            timing_budget_s=0.0 if known is None else _timing_s(means),
+            timing_budget_s=timing_s,
             memory_limit_bytes=host_limit_bytes,
             left_s=means.time_s,
         ),

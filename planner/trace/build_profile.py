@@ -127,7 +127,7 @@ def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> 
     variants = found.variants
     if request.timing_budget_s > 0:
         device = torch.device(tracer.device)
-        timed = {} if request.known is None else timings_of(request.known)
+        timed = {} if request.known is None else timings_of(request.known, tracer.requests)
         new = {key: one for key, one in tracer.requests.items() if key not in timed}
         tracer.timings = {**timed, **time_operations(new, device, request.timing_budget_s, notes)}
         variants = {

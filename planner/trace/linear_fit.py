@@ -7,6 +7,7 @@ grouped by what they do, with a `LinearFit` for each figure, and at the end a `V
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -175,10 +176,10 @@ def group_key(group: OperationGroup) -> GroupKey:
     return (group.name, group.kind, group.phase, group.dtype, *((fit.fixed, fit.per_sample) for fit in fits))
 
 
-def timings_of(profile: ModelProfile) -> dict[GroupKey, OpTiming]:
-    """The timings of the operations of a profile that were timed."""
-    return {
-        group_key(group): OpTiming(
+def timings_of(profile: ModelProfile, wanted: Iterable[GroupKey]) -> dict[GroupKey, OpTiming]:
+    """The wanted timings that a profile has: an operation takes as long in any phase."""
+    known = {
+        _in_any_phase(group_key(group)): OpTiming(
             seconds=group.measured_s,
             larger_s=group.measured_more_s,
             larger_factor=max(1, round(group.measured_more_samples / group.measured_samples)),
@@ -187,6 +188,12 @@ def timings_of(profile: ModelProfile) -> dict[GroupKey, OpTiming]:
         for group in variant.groups
         if group.measured_s is not None
     }
+    return {key: known[alike] for key in wanted if (alike := _in_any_phase(key)) in known}
+
+
+def _in_any_phase(key: GroupKey) -> GroupKey:
+    name, kind, _phase, *rest = key
+    return name, kind, *rest
 
 
 def make_variant_profile(

@@ -11,8 +11,9 @@ import torch
 from autoplan.planner.cost.traced.rates import MatmulFit, Rates
 from autoplan.planner.cost.traced.step_time import discard_outlier_timings, measured_seconds
 from autoplan.planner.trace import op_benchmark
+from autoplan.planner.trace.linear_fit import group_key, timings_of
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, OperationGroup, VariantKey, VariantProfile
-from autoplan.planner.trace.op_benchmark import TimingRequest, extrapolate_call, time_operations
+from autoplan.planner.trace.op_benchmark import OpTiming, TimingRequest, extrapolate_call, time_operations
 from autoplan.planner.trace.op_recorder import OpCall, TensorShape
 
 ATEN = torch.ops.aten
@@ -120,6 +121,25 @@ def test_between_two_timed_sizes_lies_a_line_and_beyond_them_proportion() -> Non
     )
     found = measured_seconds(group, np.array([1.0, 2.0, 9.0, 16.0, 32.0]))
     assert found == pytest.approx([0.5, 1.0, 5.5, 10.0, 20.0])
+
+
+def test_an_operation_that_was_timed_in_the_forward_is_known_in_the_backward() -> None:
+    """What a checkpointed block runs again; an operation of another size, or that was not timed, is not known."""
+    timed = OperationGroup(
+        **ONE | {"name": "mul", "kind": "memory", "phase": "forward"},
+        bytes_moved=LinearFit(per_sample=100.0),
+        measured_s=1.0,
+        measured_samples=2,
+        measured_more_s=10.0,
+        measured_more_samples=16,
+    )
+    again = timed.model_copy(update={"phase": "backward", "measured_s": None})
+    larger = again.model_copy(update={"bytes_moved": LinearFit(per_sample=200.0)})
+    untimed = again.model_copy(update={"name": "add"})
+    variant = VariantProfile(key=VariantKey(), groups=(timed, untimed), kernels=2, peaks=(), **NOTHING_SAVED)
+    profile = ModelProfile(**PLAIN_PROFILE, variants={VariantKey().text(): variant})
+    found = timings_of(profile, [group_key(group) for group in (again, larger, untimed)])
+    assert found == {group_key(again): OpTiming(seconds=1.0, larger_s=10.0, larger_factor=8)}
 
 
 def test_times_that_a_busy_machine_disturbed_are_left_out() -> None:
