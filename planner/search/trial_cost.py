@@ -103,15 +103,33 @@ class TrialCost:
             np.array([trial.step_time_s.median]), np.array([float(trial.config.accumulation(self.global_batch))])
         )
         spent = phases.get("warmup", 0.0) + phases.get("measure", 0.0)
+        spent += phases.get("compile", 0.0) - self._compiled_s(trial)
         self._ratios.append(min(max(spent / float(expected[0]), 0.3), 3.0))
 
     def _observe_compiling(self, trial: Trial) -> None:
-        config, seconds = trial.config, trial.phase_seconds.get("compile", 0.0)
+        config, seconds = trial.config, self._compiled_s(trial)
         if config.compile == "off" or not seconds or trial.outcome not in (Outcome.OK, Outcome.PRUNED):
             return
         known = self._warm if was_warm(trial) else self._cold
         known.setdefault((config.compile, config.compile_mode), []).append(seconds)
         self._compiled.add(what_is_compiled(config))
+
+    def _micro_step_s(self, trial: Trial) -> float:
+        return (
+            0.0
+            if trial.step_time_s is None
+            else trial.step_time_s.median / trial.config.accumulation(self.global_batch)
+        )
+
+    def _compiled_s(self, trial: Trial) -> float:
+        """Seconds of the compilation in a trial: of its first step, without the very expensive micro-steps in it.
+
+        `look_s` counts one of them, and a further run (`runs_shorter`) has no others.
+        """
+        seconds, micro_step_s = trial.phase_seconds.get("compile", 0.0), self._micro_step_s(trial)
+        if not runs_shorter(trial.config, micro_step_s):
+            return seconds
+        return max(seconds - (1 if trial.round is None else 2) * micro_step_s, 0.1 * seconds)
 
     def observe_ahead(self, config: TrainingConfig, alone_s: float | None) -> None:
         """Learns from a configuration that was compiled ahead of its trial, beside others.
@@ -181,24 +199,20 @@ class TrialCost:
 
     def warm_s(self, config: TrainingConfig, trial_s: float) -> float:
         """Expected seconds of a further run of a configuration, of which `trial_s` are expected for the first."""
-        micro_step_s = (trial_s - self.fixed_s) / VERY_EXPENSIVE_LOOK
-        if runs_shorter(config, micro_step_s):
-            return trial_s - micro_step_s
-        if self.is_warm(config):
-            return trial_s
-        return trial_s - self.compile_s(config) + self.compile_s(config, warm=True)
+        cold_s = self.compile_s(config, warm=self.is_warm(config))
+        micro_step_s = (trial_s - self.fixed_s - cold_s) / VERY_EXPENSIVE_LOOK
+        shorter_s = micro_step_s if runs_shorter(config, micro_step_s) else 0.0
+        return trial_s - shorter_s - cold_s + self.compile_s(config, warm=True)
 
     def repeat_s(self, trial: Trial) -> float:
         """Expected seconds of running a finished trial again: its kernels are in the cache."""
-        compiled_s = trial.phase_seconds.get("compile", 0.0)
-        if trial.step_time_s is not None and trial.round is None:
-            micro_step_s = trial.step_time_s.median / trial.config.accumulation(self.global_batch)
-            if runs_shorter(trial.config, micro_step_s):
-                return trial.seconds_spent - micro_step_s
+        spent_s, compiled_s = trial.seconds_spent, self._compiled_s(trial)
+        if trial.round is None and runs_shorter(trial.config, micro_step_s := self._micro_step_s(trial)):
+            spent_s -= micro_step_s
         if trial.config.compile == "off" or not compiled_s:
-            return trial.seconds_spent
+            return spent_s
         again_s = compiled_s if was_warm(trial) else min(compiled_s, self.compile_s(trial.config, warm=True))
-        return trial.seconds_spent - compiled_s + again_s
+        return spent_s - compiled_s + again_s
 
     def _total(
         self, step_time_s: Array, accumulation: Array, compiling: Array | float, ranks: NDArray[np.int64]

@@ -11,7 +11,7 @@ from pydantic import Field
 from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Window
 from autoplan.planner.trials.measure import ToBeat
 from autoplan.record import Record
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 Floats = NDArray[np.float64]
@@ -81,7 +81,8 @@ def samples_wanted(micro_step_s: float, *, again: bool = False) -> int:
 
 def runs_shorter(config: TrainingConfig, micro_step_s: float) -> bool:
     """Whether a further run of a configuration (`TrialRequest.again`) has one micro-step less than its look."""
-    return config.compile == "off" and config.world_size == 1 and micro_step_s > VERY_EXPENSIVE_S
+    graphs = config.compile != "off" and config.compile_mode in CUDAGRAPH_MODES
+    return config.world_size == 1 and micro_step_s > VERY_EXPENSIVE_S and not graphs
 
 
 def look_s(step_s: Floats, accumulation: Floats) -> Floats:

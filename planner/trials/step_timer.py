@@ -153,6 +153,7 @@ class StepTimer:
         compiles = config.compile != "off"
         self.context.phase("compile" if compiles else "warmup")
         self._began = time.monotonic()
+        uncounted = GRAPH_MICRO_STEPS if compiles and config.compile_mode in CUDAGRAPH_MODES else 1
         fewest = 1 if alone and not compiles and not self.request.again else 2
         same = first_samples(self.run.workload, self.run.config.micro_batch, micro_steps)
         self._stretches.begin()
@@ -167,7 +168,6 @@ class StepTimer:
             self.context.phase("warmup")
             self._began = time.monotonic()
             self._stretches.begin()
-        uncounted = GRAPH_MICRO_STEPS if compiles and config.compile_mode in CUDAGRAPH_MODES else 1
         if self.batches.sizes is not None:  # the largest batch shows that it fits; it is not timed
             self._step_not_skipped(micro_steps, shorten_if_expensive=alone)
             first = first[:uncounted]

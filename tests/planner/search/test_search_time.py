@@ -80,7 +80,7 @@ def test_a_look_lasts_as_long_as_its_step_asks_for_whatever_the_budget_is(
         (80.0, {"micro_batch": 8}, 80.0),  # the step is one micro-step
         (8.0, {}, 0.0),  # micro-steps of 1 s have as many samples as in a look
         (80.0, {"dp_replicate": 2}, 0.0),
-        (80.0, {"compile": "model"}, 0.0),
+        (80.0, {"compile": "model", "compile_mode": "reduce-overhead"}, 0.0),  # its first two record a CUDA graph
     ],
 )
 def test_a_further_run_of_very_expensive_micro_steps_has_one_less(
@@ -96,6 +96,19 @@ def test_a_further_run_of_very_expensive_micro_steps_has_one_less(
     before = cost.one_s(config, step_s)
     cost.observe(trial_of(config, number=1, seconds=step_s, seconds_spent=20.0, round=0, purpose="claim"))
     assert cost.one_s(config, step_s) == before, "a shorter run says nothing about a look"
+
+
+def test_of_a_compilation_the_micro_steps_in_it_do_not_count_where_they_are_very_expensive():
+    config = COMPILED.model_copy(update={"micro_batch": 1})
+    cost = trial_cost(config)
+    look = trial_of(config, seconds=80.0, compile_s=47.0, seconds_spent=70.0)  # micro-steps of 10 s: two in the 47 s
+    cost.observe(look)
+    assert cost.compile_s(config) == pytest.approx(37.0)
+    assert cost.repeat_s(look) == pytest.approx(70.0 - 37.0 + WARM_SHARE * 37.0 - 10.0)
+    warm = "compile cache: 3 hit(s), 0 miss(es)"
+    cost.observe(trial_of(config, number=1, round=0, seconds=80.0, compile_s=26.0, warnings=(warm,)))
+    assert cost.compile_s(config, warm=True) == pytest.approx(6.0)
+    assert cost.repeat_s(look) == pytest.approx(70.0 - 37.0 + 6.0 - 10.0)
 
 
 # Compilations.
