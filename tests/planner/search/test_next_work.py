@@ -12,6 +12,7 @@ import pytest
 from autoplan.planner.search.next_work import (
     ENDS,
     LEAST_PAIR_GAIN,
+    TRIED_SHARE,
     SPARED_LOOKS,
     Option,
     State,
@@ -182,7 +183,9 @@ def test_the_rounds_of_a_claim_are_not_interrupted():
     state = State(claim=option("claim", 20.0), claim_began=True, looks=[look(gain=9.0)], pairs=[option("pair", gain=9)])
     assert next_work(state, 1000.0).kind == "claim"
     assert next_work(replace(state, claim=None), 1000.0).kind == "end", "and nothing comes after them"
-    assert next_work(state, 10.0).kind == "end", "a round that does not fit is not begun"
+    assert next_work(state, TRIED_SHARE * 20.0).kind == "claim", "without it those before are lost"
+    assert next_work(state, 0.99 * TRIED_SHARE * 20.0).kind == "end", "a round that does not fit is not begun"
+    assert next_work(replace(state, claim_began=False, looks=[], pairs=[]), 19.0).kind == "end"
 
 
 def test_the_claim_comes_when_nothing_that_betters_the_plan_is_left():
@@ -333,7 +336,7 @@ def test_in_any_state_the_leader_keeps_what_it_needs_and_the_search_ends():
             if work.kind == "end":
                 break
             if work.kind == "claim":
-                assert work.cost_s <= left_s
+                assert (TRIED_SHARE if state.claim_began else 1.0) * work.cost_s <= left_s
             elif work.kind != "parity":
                 before_look = work.kind in ("probe", "trace", "compile ahead")
                 after_s = left_s - work.cost_s
