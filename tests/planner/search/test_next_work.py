@@ -12,8 +12,8 @@ import pytest
 from autoplan.planner.search.next_work import (
     ENDS,
     LEAST_PAIR_GAIN,
-    TRIED_SHARE,
     SPARED_LOOKS,
+    TRIED_SHARE,
     Option,
     State,
     Work,
