@@ -33,7 +33,6 @@ _MEMBERS = {
     "autoplan.planner.space.bounds": ("Bound",),
     "autoplan.planner.search.options": ("SearchObserver", "SearchOptions", "SearchResult"),
     "autoplan.planner.search.run": ("run_search",),
-    "autoplan.planner.search.sampler": ("AutoplanSampler",),
     "autoplan.planner.store.optuna_study": ("load_study",),
     "autoplan.strategies.workloads.workload": ("LossSum", "OutputHead", "Workload"),
     "autoplan.strategies.workloads.samples": ("SampleBatch", "batches_from_dataset"),
@@ -92,7 +91,6 @@ if TYPE_CHECKING:
     from autoplan.planner.plan.plan import Plan
     from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
     from autoplan.planner.search.run import run_search
-    from autoplan.planner.search.sampler import AutoplanSampler
     from autoplan.planner.space.bounds import Bound
     from autoplan.planner.store.optuna_study import load_study
     from autoplan.planner.verify.climb import staircase

@@ -19,7 +19,7 @@ The candidates:
   process behind it; objective.py: what is looked for;
 - trial_cost.py: predicts how long a trial and a parity check take;
 - compile_ahead.py: compiles the next ones side by side before they are measured;
-- sampler.py: our sampler in a user's own study, and any other of Optuna's as what draws the looks.
+- sampler.py: another sampler, of Optuna, as what draws the looks.
 
 The proof and the answer:
 

@@ -205,17 +205,14 @@ class CandidateModel:
         """Which candidates are untried and can still win."""
         return prospects(self.assess())[1]
 
-    def in_order(self, wanted: NDArray[np.bool_]) -> list[TrainingConfig]:
-        """The wanted candidates, the highest score first (`next_work.score`)."""
-        now = self.assess()
-        return [self.candidates[index] for index in ordered(now, prospects(now)[0], wanted)]
-
     def ranking(self, time_left_s: float = math.inf) -> list[TrainingConfig]:
         """The candidates in the order in which they would be next if no trial taught anything new.
 
         Only those that can win, and whose trial fits in the time left.
         """
-        return self.in_order(self.hopeful() & (self.assess().cost_s <= time_left_s))
+        now = self.assess()
+        gain, hopeful = prospects(now)
+        return [self.candidates[index] for index in ordered(now, gain, hopeful & (now.cost_s <= time_left_s))]
 
     def gain_of(self, config: TrainingConfig) -> float:
         """The expected improvement by one candidate; 0 for what is none, or was tried."""

@@ -8,22 +8,18 @@ draws the looks of a search has such a study too, in memory.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from autoplan.errors import StoreError
-from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.store.journal import RECORD, read_documents
 from autoplan.strategies.config import KNOBS, TrainingConfig, knob_values
 
 if TYPE_CHECKING:
     import optuna
     from optuna.distributions import CategoricalDistribution
-    from optuna.trial import FrozenTrial
 
 NUMBER = "autoplan_trial"
 
@@ -116,50 +112,6 @@ def choices_of(configs: Iterable[TrainingConfig]) -> dict[str, tuple[Any, ...]]:
 def to_params(config: TrainingConfig) -> dict[str, Any]:
     """A configuration as Optuna's parameters."""
     return {knob: getattr(config, knob) for knob in KNOBS}
-
-
-def read_trial(frozen: FrozenTrial, memory_limit_bytes: float) -> Trial | None:
-    """A finished trial of any study over the knobs as a record; None: it is no configuration.
-
-    The value is the step time in seconds. Where the study was not a search's own, a trial with a constraint above zero
-    ran out of memory, one that failed crashed, and one that was pruned ran but has no time. Without a memory limit, out
-    of memory counts as crashed: nothing says how far above the limit it was.
-
-    Raises:
-        ValueError: the value is no step time.
-    """
-    attributes = frozen.user_attrs
-    try:
-        config = TrainingConfig.model_validate({k: v for k, v in frozen.params.items() if k in KNOBS})
-    except ValidationError:
-        return None
-    outcome = Outcome(attributes["outcome"]) if "outcome" in attributes else _outcome(frozen)
-    if outcome is Outcome.OUT_OF_MEMORY and not math.isfinite(memory_limit_bytes):
-        outcome = Outcome.CRASHED
-    step_time = None
-    if frozen.value is not None and outcome in (Outcome.OK, Outcome.PRUNED):
-        if not (math.isfinite(frozen.value) and frozen.value > 0):
-            raise ValueError(f"trial {frozen.number} has the value {frozen.value}; a step time is above zero seconds")
-        step_time = Interval(median=frozen.value, low=frozen.value, high=frozen.value, samples=1)
-    peak = attributes.get("peak_memory_bytes")
-    limit = int(memory_limit_bytes) if math.isfinite(memory_limit_bytes) else None
-    return Trial(
-        number=attributes.get(NUMBER, frozen.number),
-        purpose=attributes.get("purpose", "search"),
-        config=config,
-        outcome=outcome,
-        phase=attributes.get("phase", "done"),
-        step_time_s=step_time,
-        peak_memory=PeakMemory(resident_bytes=peak, limit_bytes=limit),
-        seconds_spent=attributes.get("seconds_spent", 0.0),
-    )
-
-
-def _outcome(frozen: FrozenTrial) -> Outcome:
-    """How a trial of a study that is no search's own ended."""
-    if any(violation > 0 for violation in frozen.constraints.values()):
-        return Outcome.OUT_OF_MEMORY
-    return {"COMPLETE": Outcome.OK, "PRUNED": Outcome.PRUNED}.get(frozen.state.name, Outcome.CRASHED)
 
 
 def _state(trial: Trial) -> tuple[Any, float | None]:

@@ -9,10 +9,10 @@ import numpy as np
 import optuna
 import pytest
 
-from autoplan.errors import StoreError, UsageError
+from autoplan.errors import StoreError
 from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.sampler import AutoplanSampler, make_sampler
+from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.selection import collect_runs, rank, speed_ratio
 from autoplan.planner.search.surrogate import Posterior, Prior, Surrogate, expected_improvement, similarity
 from autoplan.planner.search.trial_cost import TrialCost
@@ -166,83 +166,11 @@ def test_every_trial_of_ours_is_legal_and_new():
     search = Search()
     done = search.run()
     assert len(set(done)) == len(done) < len(CANDIDATES) and set(done) <= set(CANDIDATES)
-    assert "could still win" in (AutoplanSampler(search.model).reason_to_stop() or "")
 
 
 def test_our_sampler_finds_the_best_that_fits_in_fewer_trials_than_there_are():
     fitting = [config for config in CANDIDATES if true_memory(config) <= LIMIT]
     assert min(fitting, key=true_time) in Search().run(8)
-
-
-def test_an_object_of_our_sampler_is_refused():
-    with pytest.raises(UsageError, match="sampler is AutoplanSampler"):
-        Search(AutoplanSampler(CANDIDATES))
-
-
-# Our sampler in a study that is no search's.
-
-
-def test_our_sampler_in_a_plain_study_asks_and_tells():
-    sampler = AutoplanSampler(CANDIDATES)
-    study = optuna.create_study(sampler=sampler)
-    done = []
-    while sampler.reason_to_stop(study) is None:
-        trial = study.ask(sampler.distributions)
-        config = TrainingConfig.model_validate(trial.params)
-        done.append(config)
-        if config.micro_batch == 8 and config.checkpointing == "none":
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        else:
-            study.tell(trial, true_time(config))
-    assert len(set(done)) == len(done) <= len(CANDIDATES)
-    assert TrainingConfig.model_validate(study.best_params) == TrainingConfig(micro_batch=4, precision="bf16")
-
-
-def test_our_sampler_ends_optunas_own_loop_and_takes_other_parameters():
-    sampler = AutoplanSampler(CANDIDATES, seed=0)
-    study = optuna.create_study(sampler=sampler)
-    rates = []
-
-    def objective(trial: optuna.Trial) -> float:
-        params = {knob: trial.suggest_categorical(knob, d.choices) for knob, d in sampler.distributions.items()}
-        rates.append(trial.suggest_float("learning_rate", 1e-4, 1e-2))
-        return true_time(TrainingConfig.model_validate(params))
-
-    study.optimize(objective, n_trials=50)
-    assert len(study.trials) <= len(CANDIDATES) and len(set(rates)) == len(rates)
-    assert TrainingConfig.model_validate({k: study.best_params[k] for k in KNOBS}).micro_batch == 8
-
-
-def test_our_sampler_learns_from_a_constraint_and_goes_round_what_runs_now():
-    sampler = AutoplanSampler(CandidateModel(CANDIDATES, memory_limit_bytes=LIMIT))
-    study = optuna.create_study(sampler=sampler)
-    first, second = (study.ask(sampler.distributions) for _ in range(2))
-    assert first.params != second.params, "the first is still running"
-    first.set_constraint("memory", 0.2)
-    study.tell(first, 1.0)
-    study.tell(second, 1.0)
-    sampler.learn(study)
-    assert [trial.outcome for trial in sampler.model.trials] == [Outcome.OUT_OF_MEMORY, Outcome.OK]
-
-
-def test_after_the_last_candidate_the_best_comes_again():
-    sampler = AutoplanSampler(CANDIDATES[:3])
-    study = optuna.create_study(sampler=sampler)
-    for _ in range(5):
-        trial = study.ask(sampler.distributions)
-        study.tell(trial, true_time(TrainingConfig.model_validate(trial.params)))
-    assert study.trials[3].params == study.trials[4].params == study.best_params
-
-
-def test_a_study_that_maximises_or_a_value_that_is_no_time_is_refused():
-    sampler = AutoplanSampler(CANDIDATES)
-    with pytest.raises(ValueError, match="minimise"):
-        optuna.create_study(direction="maximize", sampler=sampler).ask(sampler.distributions)
-    study = optuna.create_study(sampler=sampler)
-    with pytest.raises(ValueError, match="above zero"):
-        study.tell(study.ask(sampler.distributions), -1.0)
-    with pytest.raises(UsageError, match="no candidates"):
-        AutoplanSampler(())
 
 
 def test_what_was_learnt_of_one_carries_over_to_its_neighbours():
