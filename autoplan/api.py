@@ -190,8 +190,6 @@ def search(
     asked = SearchOptions.model_validate({"spec": spec, **options})
     with _off_the_device(model if workload is None else workload):
         result = run(asked, observer=observer, quiet=quiet)
-    if result.recheck is not None and result.recheck.exit_code:
-        warnings.warn(result.recheck.describe(), stacklevel=3)
     if result.plan is not None:
         return result.plan
     ending = ENDINGS.get(result.status, AutoplanError)
@@ -224,12 +222,6 @@ def run(
     """
     from autoplan.planner.search.run import run_search
 
-    if options.recheck:
-        from autoplan.planner.verify.measure import with_recheck
-
-        result = run(options.model_copy(update={"recheck": False}), observer=observer, quiet=quiet, verbose=verbose)
-        say = observer.on_note if observer is not None else (lambda text: None) if quiet else _say_note
-        return with_recheck(options, result, on_note=say)
     said = secrets_note(options.spec)
     if said is not None:
         _say_note(said)

@@ -37,7 +37,7 @@ KEYWORDS = {
         name.replace("_", "-"): name
         for name in ("global_batch", "max_grad_norm", "cluster", "tokens", "wait", "loader", "numerics")
     },
-    **{name.replace("_", "-"): name for name in ("recheck", "objective", "min_throughput", "price_per_hour")},
+    **{name.replace("_", "-"): name for name in ("objective", "min_throughput", "price_per_hour")},
     **{name: name for name in ("storage", "launcher", "nodes")},
     "side-by-side": "side_by_side",
     "seq-len": "sequence_length",

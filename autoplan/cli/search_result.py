@@ -75,7 +75,7 @@ def command_with(budget: str) -> str:
     kept, skip = [], False
     for word in words[:end]:
         name = word.partition("=")[0]
-        if not skip and name not in ("--budget", "--max-trials", "--fresh", "--recheck"):
+        if not skip and name not in ("--budget", "--max-trials", "--fresh"):
             kept.append(word)
         skip = not skip and word in ("--budget", "--max-trials")
     return shlex.join(["autoplan", *kept, "--budget", budget, *words[end:]])

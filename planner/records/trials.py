@@ -399,24 +399,6 @@ class Objective(Record):
         return None if self.price_per_hour is None else 1e6 / items_per_s / 3600 * ranks * self.price_per_hour
 
 
-class Recheck(Record):
-    """The result of one short trial, here and now, of the plan of a finished search."""
-
-    verdict: str = Field(description="holds, faster, slower, does_not_fit, does_not_run or did_not_run")
-    text: str = Field(description="the verdict as a sentence")
-    speed_ratio: Interval | None = Field(description="tokens/s here over the plan's; None where it did not run")
-    spread: str = Field(description="between runs of one configuration, and how that is known")
-    causes: tuple[str, ...] = Field(default=(), description="of a slower speed, the likeliest first")
-    trial: Trial
-    exit_code: int = Field(description="as `autoplan verify` ends with")
-
-    def describe(self) -> str:
-        """The verdict, and what to do."""
-        causes = "".join(f"; likely cause: {text}" for text in self.causes)
-        again = "; --fresh searches again" if self.exit_code == 3 else ""
-        return f"checked again: {self.text}; {self.spread}{causes}{again}"
-
-
 class LeftOutFamily(Record):
     """A family of configurations that was never tried: which, which limit it broke, by how much."""
 

@@ -31,7 +31,6 @@ from autoplan.planner.records.trials import (
     Objective,
     Prediction,
     Purpose,
-    Recheck,
     Trial,
     WorkLine,
 )
@@ -368,10 +367,6 @@ class SearchOptions(BaseModel):
     fresh: Annotated[Switch, _switch(RECORD)] = Field(
         default=False, description="Start this search from zero. Its earlier record is moved aside, not deleted."
     )
-    recheck: Annotated[Switch, _switch(RECORD)] = Field(
-        default=False,
-        description="If this search has finished before, run its plan in one short trial: does it still hold?",
-    )
     wait: Annotated[Switch, _switch(RECORD)] = Field(
         default=False,
         description="Wait while another search uses the device; the wait costs no budget. Default: an error (exit "
@@ -394,11 +389,6 @@ class SearchOptions(BaseModel):
             given_one = "--launcher" if options.nodes is None else "--nodes"
             raise UsageError(
                 f"{given_one} was given alone", hint="Give both, for example --launcher slurm --nodes 2x8."
-            )
-        if options.recheck and options.launcher == "elastic":
-            raise UsageError(
-                "--recheck and --launcher elastic were given: torchrun's agents end with the search",
-                hint="Start autoplan verify with torchrun.",
             )
         if options.parts > 1:
             _refuse_side_by_side(options)
@@ -480,7 +470,6 @@ def _refuse_side_by_side(options: SearchOptions) -> None:
         "--launcher": (options.launcher != "local", "it is for the GPUs or the cores of one machine"),
         "--sampler": (options.sampler != "autoplan", "that draws one look after the other"),
         "--objective memory": (options.objective == "memory", "its floor compares looks with runs that were alone"),
-        "--recheck": (options.recheck, "its trial has the whole machine"),
     }
     for name, (given, why) in reasons.items():
         if given:
@@ -522,7 +511,6 @@ class SearchKeywords(TypedDict, total=False):
     store: str | Path | None
     storage: str | None
     fresh: bool
-    recheck: bool
     wait: bool
 
 
@@ -615,14 +603,8 @@ class SearchResult(Record):
     study: str = ""
     store: str = ""
     notes: tuple[str, ...] = ()
-    recheck: Recheck | None = Field(default=None, description="with --recheck: a short trial of a plan from the record")
 
     @property
     def exit_code(self) -> int:
-        """0 plan found or dry run; 3 nothing feasible; 4 it did not run; 5 budget ended; 130 interrupted.
-
-        Of a plan that was checked again: as of `autoplan verify`.
-        """
-        if self.recheck is not None:
-            return self.recheck.exit_code
+        """0 plan found or dry run; 3 nothing feasible; 4 it did not run; 5 budget ended; 130 interrupted."""
         return EXIT_CODES[self.status]

@@ -1,9 +1,4 @@
-"""Verifies a plan on this machine: its parity check and one trial, in ranks of their own, and what they say.
-
-A search that has finished and is called again runs its plan once more (`with_recheck`): one short trial, and no parity
-check. What is trained is the same by its identity, so the verdict of the search stands; memory and speed are measured
-again.
-"""
+"""Verifies a plan on this machine: its parity check and one trial, in ranks of their own, and what they say."""
 
 from __future__ import annotations
 
@@ -19,14 +14,12 @@ from autoplan.planner.parity.compare import run_parity
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.prepare import check_before_use
 from autoplan.planner.plan.surroundings import find_differences
-from autoplan.planner.records.trials import Recheck
 from autoplan.planner.records.trust import own_workload
 from autoplan.planner.search.nodes import make_launcher, options_for, with_engine
-from autoplan.planner.search.options import SearchOptions, SearchResult
+from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.setup import limits
-from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.locks import DeviceLock, device_names
-from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner
+from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.planner.verify.verdict import Verification, judge
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import pick_device, read_host_profile
@@ -39,10 +32,6 @@ if TYPE_CHECKING:
 
 DEFAULT_BUDGET_S = 60.0
 PARITY_DEADLINE_S = 1200.0
-
-RECHECK_FACTOR, RECHECK_LEAST_S = 4.0, 60.0
-"""The trial of a recheck is ended after so many times the longest run of the plan's configuration, and these seconds at
-least."""
 
 
 def say_nothing(text: str) -> None:
@@ -146,50 +135,10 @@ def verify_plan(
         most_s=seconds,
         deadline_s=seconds * 4 + PARITY_DEADLINE_S,
     )
-    return measure(plan, options, order, checks_parity=True, on_wait=on_progress, on_progress=on_progress)
-
-
-def measure(
-    plan: Plan,
-    options: SearchOptions,
-    order: TrialOrder,
-    *,
-    checks_parity: bool,
-    on_wait: Callable[[str], None] = say_nothing,
-    on_progress: Callable[[str], None] = say_nothing,
-) -> Verification:
-    """One trial of a plan's configuration here, and the verdict.
-
-    Args:
-        plan: The plan.
-        options: What is trained, the memory limit, the seed, whether a device that is in use is waited for.
-        order: The trial.
-        checks_parity: Run the parity check too; else the plan's own verdict stands.
-        on_wait: Is told that the device is waited for.
-        on_progress: Is told what is done.
-    """
 
     def run(engine: Engine | None) -> Verification:
-        return _measure(
-            plan, options, order, engine, checks_parity=checks_parity, on_wait=on_wait, on_progress=on_progress
-        )
-
-    return with_engine(options, run, lambda found: found.exit_code)
-
-
-def _measure(
-    plan: Plan,
-    options: SearchOptions,
-    order: TrialOrder,
-    engine: Engine | None,
-    *,
-    checks_parity: bool,
-    on_wait: Callable[[str], None],
-    on_progress: Callable[[str], None],
-) -> Verification:
-    profile, parity = read_host_profile(), plan.parity
-    with open_runner(plan, options, profile, engine, on_wait=on_wait) as runner:
-        if checks_parity:
+        profile = read_host_profile()
+        with open_runner(plan, options, profile, engine, on_wait=on_progress) as runner:
             on_progress("1 of 2: the parity check, the plan beside a plain run")
             parity = run_parity(
                 runner.zygote,
@@ -200,10 +149,12 @@ def _measure(
                 deadline_s=PARITY_DEADLINE_S,
                 memory_limit_bytes=runner.host_limit_bytes,
             )
-        part = "2 of 2: the measurement" if checks_parity else "the measurement"
-        on_progress(part)
-        trial = runner.run(order, on_progress=lambda progress: on_progress(f"{part}, {progress.phase}"))
-    return judge(plan, parity, trial, find_differences(plan, profile), runner.memory_limit_bytes)
+            part = "2 of 2: the measurement"
+            on_progress(part)
+            trial = runner.run(order, on_progress=lambda progress: on_progress(f"{part}, {progress.phase}"))
+        return judge(plan, parity, trial, find_differences(plan, profile), runner.memory_limit_bytes)
+
+    return with_engine(options, run, lambda found: found.exit_code)
 
 
 @contextmanager
@@ -247,57 +198,3 @@ def open_runner(
             directory=Path(folder, "trials"),
             seed=options.seed,
         )
-
-
-def with_recheck(
-    options: SearchOptions, result: SearchResult, *, on_note: Callable[[str], None] = say_nothing
-) -> SearchResult:
-    """The result of a search with what its plan does here and now; a result that is no answer of a record stays.
-
-    Args:
-        options: Of the search, with what is trained (objects too).
-        result: As the search gave it.
-        on_note: Is told that the device is waited for, and the verdict.
-    """
-    if not result.from_record or result.plan is None:
-        if result.plan is not None:
-            on_note("this search had not finished before, so its plan is new and was not checked again")
-        return result
-    order = make_order(result, result.plan)
-    found = measure(result.plan, options, order, checks_parity=False, on_wait=on_note)
-    again = Recheck(
-        verdict=found.verdict,
-        text=found.text,
-        speed_ratio=found.speed_ratio,
-        spread=found.spread,
-        causes=tuple(cause.text for cause in found.causes),
-        trial=found.trial,
-        exit_code=found.exit_code,
-    )
-    on_note(again.describe())
-    return result.model_copy(update={"recheck": again})
-
-
-def make_order(result: SearchResult, plan: Plan) -> TrialOrder:
-    """The trial that is run: timed as those of the search were.
-
-    The compile cache may be empty by now, so the deadline comes from all runs of the configuration: the first one
-    compiled. Where each of them found its kernels, nobody knows how long that takes, and the compiler has its own time.
-
-    Args:
-        result: Of the search, with the budget that it was given.
-        plan: What it found.
-    """
-    runs = [trial for trial in plan.evidence if trial.config == plan.config]
-    longest_s = max((trial.seconds_spent for trial in runs), default=0.0)
-    deadline_s = max(RECHECK_FACTOR * longest_s, RECHECK_LEAST_S)
-    if plan.config.compile != "off" and all(map(was_warm, runs)):
-        deadline_s += PHASE_DEADLINES_S["compile"]
-    return TrialOrder(
-        number=0,
-        purpose="finalist",
-        config=plan.config,
-        prediction=plan.prediction,
-        deadline_s=deadline_s,
-        method="whole_steps" if plan.measurement.method == "whole_steps" else "parts",
-    )

@@ -154,7 +154,6 @@ WRONG: dict[str, tuple[Any, type[Exception]]] = {
     "fresh": ("yes", UsageError),
     "wait": ("yes", UsageError),
     "numerics": ("rough", UsageError),
-    "recheck": ("yes", UsageError),
     "objective": ("speed", UsageError),
     "min_throughput": (1.5, UsageError),
     "price_per_hour": (-1, UsageError),

@@ -334,7 +334,6 @@ def test_what_runs_elsewhere_counts_in_what_is_left():
         {"storage": "postgresql://host/x"},
         {"sampler": "random"},
         {"objective": "memory"},
-        {"recheck": True},
         {"launcher": "slurm", "nodes": "2x2"},
     ],
 )
