@@ -26,7 +26,7 @@ from autoplan.planner.cost.prediction import RESERVE, spread
 def estimate_cluster(
     question: Asked, *, model_name: str, tokens: float | None, assumed: tuple[str, ...], top: int
 ) -> dict[str, Any]:
-    """Best layouts, time to train, cost, smallest cluster, scaling, why others lose, a back-of-the-envelope.
+    """Best layouts, time to train, cost, smallest cluster, scaling, why others lose.
 
     Raises:
         NoFeasiblePlanError: no layout fits, and by how much.
@@ -57,7 +57,6 @@ def estimate_cluster(
         "smallest_cluster": smallest,
         "scaling": scaling(question),
         "why_others_lose": why_others_lose(answer),
-        "back_of_envelope": question.back_of_envelope(tokens),
     }
     document["total_s"] = time.perf_counter() - started
     return document

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from autoplan.errors import ConfigError
-from autoplan.planner.cost.analytical.back_of_envelope import back_of_envelope
 from autoplan.planner.cost.analytical.cluster import Cluster, find_chip
 from autoplan.planner.cost.analytical.inputs import (
     Settings,
@@ -54,10 +53,6 @@ class Asked(ABC):
     def show_model(self) -> dict[str, Any]:
         """The model as the answer has it."""
 
-    def back_of_envelope(self, tokens: float | None) -> dict[str, Any] | None:
-        """Textbook figures of a transformer; None for a model of which more is known."""
-        return None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Question(Asked):
@@ -72,12 +67,6 @@ class Question(Asked):
     def show_model(self) -> dict[str, Any]:
         """The dimensions."""
         return {"parameters": self.model.parameters, **self.model.model_dump()}
-
-    def back_of_envelope(self, tokens: float | None) -> dict[str, Any] | None:
-        """See the page docs/estimate.md."""
-        return back_of_envelope(
-            self.model, self.cluster, seq_len=self.seq_len, global_batch=self.global_batch, tokens=tokens
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from autoplan.errors import NoFeasiblePlanError, UsageError, WorkloadError
 from autoplan.planner.cost.analytical.answer import estimate_cluster
-from autoplan.planner.cost.analytical.back_of_envelope import back_of_envelope
 from autoplan.planner.cost.analytical.cluster import find_chip, parse_cluster
 from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
 from autoplan.planner.cost.analytical.rows import OUTPUT, estimate_rows, output_row
@@ -99,20 +98,6 @@ def test_states_are_18_bytes_replicated_and_16_over_d_sharded() -> None:
     assert held[0] == pytest.approx(18 * parameters)
     assert held[1] == pytest.approx(16 * parameters / 8)
     assert held[2] == pytest.approx(16 * parameters), "autocast over fp32 parameters has no master copies"
-
-
-def test_the_ratios_of_the_literature_come_out() -> None:
-    """Tensor parallelism up to about 2 on PCIe 4 and 11 on NVLink; 16 bytes a parameter; 14 A100s for the states."""
-    account = back_of_envelope(
-        find_transformer("llama2-70b"), parse_cluster("256x8xH100")[0], seq_len=4096, global_batch=1024, tokens=2e12
-    )
-    limit = account["tensor_parallel_limit"]
-    assert limit["H100 on NVLink 4"] == pytest.approx(11, abs=0.5)
-    assert limit["A100 on PCIe 4 x16"] == pytest.approx(2.4, abs=0.2)
-    memory = account["memory_breakdown"]
-    assert memory["states_bytes"] == pytest.approx(1.10e12, rel=0.01)
-    assert memory["devices"]["A100 SXM 80GB"]["states_and_activations_full_recomputation"] == 14
-    assert account["flops"]["training_6ND"] == pytest.approx(8.28e23, rel=0.01)
 
 
 def test_rows_that_cannot_be_estimated_keep_their_place_and_say_why() -> None:
