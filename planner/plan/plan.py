@@ -244,7 +244,6 @@ class Plan(PlanRecord):
         self,
         training: Any,
         *parts: Any,
-        measure: bool = False,
         changed_ok: bool = False,
         unverified_ok: bool = False,
         **settings: Any,
@@ -261,8 +260,6 @@ class Plan(PlanRecord):
                 the model of a loop, a LightningModule, or make_step.
             parts: After the model of a loop its optimizer, its DataLoader, and the loss where the search had one; after
                 a LightningModule its datamodule or DataLoader.
-            measure: Of a Trainer: run some steps of the new Trainer's own loop in a process of its own, and say, in a
-                warning, how their speed compares with what the search measured.
             changed_ok: Apply it although the model's or the loss's code, or the optimizer, is not that of the search.
             unverified_ok: See `prepare`.
             settings: Of a loop: schedule, schedule_interval, max_grad_norm, loss_mean and accelerator, as the search
@@ -291,4 +288,4 @@ class Plan(PlanRecord):
             return apply_parts(plan, training, parts, changed_ok=changed_ok, **settings)
         apply_plan = module_of(framework, "apply").apply_plan
         with draws_kept(plan, on_ranks=True):
-            return apply_plan(plan, training, *parts, measure=measure, changed_ok=changed_ok, **settings)
+            return apply_plan(plan, training, *parts, changed_ok=changed_ok, **settings)

@@ -16,7 +16,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import autoplan
 from autoplan.errors import PlanError, WorkloadError
-from autoplan.frameworks.transformers.speed import describe_speed, run_own_loop
 from autoplan.planner.plan.key_tables import pick_table
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import compiles_in_place, plan_values
@@ -213,18 +212,6 @@ def test_a_loader_that_ignores_the_plans_micro_batch_is_refused(tmp_path: Path) 
     trainer = llama_trainer(tmp_path, Follows)
     made, _ = apply(plan_for(trainer), trainer)
     assert made.get_train_dataloader().batch_size == 2
-
-
-def test_the_trainers_own_loop_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:
-    trainer = t5_trainer(tmp_path)
-    plan = plan_for(trainer)
-    made, _ = apply(plan, trainer)
-    before = [parameter.detach().clone() for parameter in made.model.parameters()]
-    loop = run_own_loop(made, steps=3)
-    assert len(loop.step_s) == 3 and loop.median_s > 0, loop.reason
-    assert "of the measured speed" in describe_speed(plan, loop)
-    assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
-    assert made.state.global_step == 0
 
 
 SCRIPT = """

@@ -57,7 +57,6 @@ def apply_plan(
     module: Any,
     data: Any = None,
     *,
-    measure: bool = False,
     changed_ok: bool = False,
     trainer: Any = None,
     **settings: Any,
@@ -68,7 +67,6 @@ def apply_plan(
         plan: Of a search with such a module.
         module: It is changed in place.
         data: Its datamodule or DataLoader.
-        measure: Of a Trainer of transformers alone.
         changed_ok: See Plan.prepare.
         trainer: The lightning.Trainer of the search; None: there was none.
         settings: schedule, max_grad_norm, loss_mean: as the search had them.

@@ -5,6 +5,5 @@ loss.py        its loss and schedule by its own code, in trials: the parts of a 
 apply.py       a plan to a Trainer: a new one with the plan's arguments
 rebuild.py     makes a Trainer anew, has it divide its loss, sets what a process has of a plan
 ranks.py       whether its step on several ranks is that of one process
-speed.py       some steps of its own loop, timed in a process of its own
 watch.py       TransformersWatch, a callback
 """

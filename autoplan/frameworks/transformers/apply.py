@@ -31,7 +31,6 @@ from autoplan.frameworks.transformers.rebuild import (
     multiply_loss,
     switch_on,
 )
-from autoplan.frameworks.transformers.speed import describe_speed, run_own_loop
 from autoplan.planner.plan.key_tables import pick_table
 from autoplan.planner.plan.loader import setting_of
 from autoplan.planner.plan.prepare import check_training, refuse_other_training
@@ -57,9 +56,7 @@ COUNTS_ALL_RANKS = "average_tokens_across_devices"
 """The argument by which num_items_in_batch is that of all ranks."""
 
 
-def apply_plan(
-    plan: PlanRecord, trainer: Any, *parts: Any, measure: bool = False, changed_ok: bool = False, **settings: Any
-) -> Any:
+def apply_plan(plan: PlanRecord, trainer: Any, *parts: Any, changed_ok: bool = False, **settings: Any) -> Any:
     """The new Trainer; the docstring of Plan.apply_to says the parameters and errors."""
     if parts or settings:
         raise UsageError(
@@ -94,7 +91,6 @@ def apply_plan(
     not_carried += _prepare_model(plan, trainer, workload)
     switch_on(trainer.model, plan.config, plan.device)
     made = build_anew(trainer, arguments, optimizers=_optimizers(plan, trainer, optimizer))
-    made.plan_config = plan.config
     if made.optimizer is optimizer:  # with FSDP the Trainer makes its own
         follow(
             source if trainer.optimizer is None else plain_optimizer(trainer.optimizer), optimizer, "trainer.train()"
@@ -120,8 +116,6 @@ def apply_plan(
         )
     said += [f"not carried by the Trainer: {text}" for text in not_carried]
     said += [*_other_steps(trainer, made), *_other_substeps(trainer, made)]
-    if measure:
-        said.append(describe_speed(plan, run_own_loop(made)))
     for text in said:
         warnings.warn(text, stacklevel=3)
     return made

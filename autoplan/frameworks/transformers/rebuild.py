@@ -137,7 +137,6 @@ def divide_loss(trainer: Any, loss: Any, *, times: float = 1.0) -> None:
         times: The loss is multiplied by it as well.
     """
     _scale(trainer, lambda inputs, items: times * loss.count(inputs) / items)
-    trainer.divided_by = loss  # so that it can be done again where the Trainer is made again
 
 
 def multiply_loss(trainer: Any, times: float) -> None:
