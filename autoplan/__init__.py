@@ -110,8 +110,6 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":  # a module of its own: autoplan.data.TokenFile
-        return importlib.import_module("autoplan.data")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'autoplan' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

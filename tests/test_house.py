@@ -47,7 +47,7 @@ ORDER = (
     ("autoplan.planner.diagnose",),
     ("autoplan.frameworks",),  # a package for each framework; from below it is found by name
     ("autoplan.report",),
-    ("autoplan.trainings", "autoplan.data"),
+    ("autoplan.trainings",),
     ("autoplan.api",),
     ("autoplan.estimates",),
     ("autoplan.cli",),

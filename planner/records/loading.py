@@ -23,7 +23,7 @@ class LoaderTrial(Record):
 class Loading(Record):
     """The loader's setting, and what it was chosen from."""
 
-    source: str = Field(description="the dataset's type, file.py:function, or the file of tokens")
+    source: str = Field(description="the dataset's type, or file.py:function")
     identity: str = Field(description="a hash of the dataset")
     setting: LoaderSetting | None = Field(description="None: nothing could be measured; `problem` says why")
     waiting_share: float | None = Field(default=None, description="of the setting")

@@ -158,13 +158,10 @@ def _check_loader(value: Any, info: ValidationInfo) -> LoaderSpec | None:
     if value is None or isinstance(value, LoaderSpec):
         return value
     from autoplan.strategies.workloads.loading.source import spec_of_object, spec_of_text
-    from autoplan.strategies.workloads.sources import vocabulary_of
 
     if not isinstance(value, (str, Path)):
         return spec_of_object(value)
-    spec: WorkloadSpec = info.data["spec"]
-    length, vocabulary = spec.sequence_length, vocabulary_of(spec)
-    return spec_of_text(str(value), sequence_length=length, vocabulary=vocabulary, arguments=spec.arguments)
+    return spec_of_text(str(value), arguments=info.data["spec"].arguments)
 
 
 def _check_fix(value: Any, info: ValidationInfo) -> dict[str, Any]:
@@ -278,7 +275,7 @@ class SearchOptions(BaseModel):
     ] = Field(
         default=None,
         description="Measure the training's own data, with several numbers of workers, beside the plan's step: a "
-        "function that returns a dataset or a DataLoader, or a file of tokens (.bin, .npy).",
+        "function that returns a dataset or a DataLoader.",
     )
     dry_run: Annotated[Switch, _switch(SEARCH, everyday=True)] = Field(
         default=False, description="List the configurations with their predicted memory and time. Run no trial."

@@ -217,19 +217,6 @@ def load_workload(spec: WorkloadSpec) -> Workload:
     )
 
 
-def vocabulary_of(spec: WorkloadSpec) -> int | None:
-    """How many token ids a language model knows, as its configuration says; None where it is not known."""
-    if spec.kind == "model":
-        fields = registry.read_config(spec.reference)
-    elif spec.kind in ("config", "folder"):
-        path = Path(spec.reference)
-        fields = read_config_file(path / "config.json" if spec.kind == "folder" else path)
-    else:
-        return None
-    size = fields.get("vocab_size")
-    return size if isinstance(size, int) and size > 0 else None
-
-
 def _language_spec(
     kind: Any,
     reference: str,

@@ -40,10 +40,8 @@ class LoaderSetting(Record):
 class LoaderSpec(Record):
     """Where the dataset of a training comes from, for another process."""
 
-    kind: Literal["object", "function", "tokens"]
-    reference: str = Field(description="the type of the object; file.py:function; the path of a token file")
+    kind: Literal["object", "function"]
+    reference: str = Field(description="the type of the object, or file.py:function")
     payload: str | None = Field(default=None, exclude=True, repr=False, description="a pickled object")
     arguments: tuple[str, ...] = Field(default=(), description="what sys.argv has after the file's name")
-    sequence_length: int | None = Field(default=None, description="of a token file's windows")
-    vocabulary: int | None = Field(default=None, description="a token file has only ids below this")
     identity: str = Field(description="a hash: another dataset has another one")

@@ -1,14 +1,13 @@
 """The dataset that was handed in as `loader=`: how it reaches another process, and what makes its DataLoader.
 
-In: a dataset, a DataLoader, a function that gives one of them, or a text: `file.py:function` or a file of tokens.
-Out: a `LoaderSpec`; and from that, in a rank, a `LoaderSource`. `spec_of_text` loads no torch.
+In: a dataset, a DataLoader, a function that gives one of them, or `file.py:function`. Out: a
+`LoaderSpec`; and from that, in a rank, a `LoaderSource`. `spec_of_text` loads no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import WorkloadError
@@ -27,11 +26,9 @@ if TYPE_CHECKING:
 
     from autoplan.strategies.workloads.loading.order import SampleOrder
 
-TOKEN_SUFFIXES = (".bin", ".npy")
-
 WHAT_IT_IS = (
     "It is a dataset (len() and [], or one that streams), a torch DataLoader, a function that gives one of them, "
-    "file.py:function, or a file of tokens (.bin, .npy)."
+    "or file.py:function."
 )
 
 
@@ -70,44 +67,23 @@ class LoaderSource:
 # For another process.
 
 
-def spec_of_text(
-    text: str, *, sequence_length: int | None = None, vocabulary: int | None = None, arguments: Sequence[str] = ()
-) -> LoaderSpec:
-    """The spec of `file.py:function` or of a file of tokens. Loads no torch.
+def spec_of_text(text: str, *, arguments: Sequence[str] = ()) -> LoaderSpec:
+    """The spec of `file.py:function`. Loads no torch.
 
     Args:
         text: As `--loader` takes it.
-        sequence_length: Of the model; a file of tokens needs it.
-        vocabulary: Of the model, where it is known.
         arguments: What sys.argv has after the file's name while the function runs.
 
     Raises:
-        WorkloadError: no such file or function; a file that has no ids, or not one window of them.
+        WorkloadError: no such file or function.
     """
-    if NAMED.fullmatch(text):
-        path, function = check_function(text)
-        files = local_sources(path)
-        identity = digest([files, function, list(arguments)])
-        reference = f"{path}:{function}"
-        return LoaderSpec(kind="function", reference=reference, arguments=tuple(arguments), identity=identity)
-    path = Path(text).expanduser().resolve()
-    if path.suffix not in TOKEN_SUFFIXES:
+    if not NAMED.fullmatch(text):
         raise WorkloadError(f"the loader is {text!r}", hint=WHAT_IT_IS)
-    if not path.is_file():
-        raise WorkloadError(f"the loader is {text!r}, and there is no such file", hint=WHAT_IT_IS)
-    if sequence_length is None:
-        raise WorkloadError(
-            f"the loader is a file of tokens ({path.name}), and the workload has no sequence length",
-            hint="Give --seq-len, or a function: --loader file.py:make_dataset.",
-        )
-    from autoplan.strategies.workloads.loading.token_ids import check_windows, dtype_of, map_ids
-
-    check_windows(path, len(map_ids(path, dtype_of(path, None))), sequence_length)
-    status = path.stat()
-    identity = digest([str(path), status.st_size, status.st_mtime_ns, sequence_length])
-    return LoaderSpec(
-        kind="tokens", reference=str(path), sequence_length=sequence_length, vocabulary=vocabulary, identity=identity
-    )
+    path, function = check_function(text)
+    files = local_sources(path)
+    identity = digest([files, function, list(arguments)])
+    reference = f"{path}:{function}"
+    return LoaderSpec(kind="function", reference=reference, arguments=tuple(arguments), identity=identity)
 
 
 def spec_of_object(value: Any) -> LoaderSpec:
@@ -182,26 +158,11 @@ def open_source(spec: LoaderSpec) -> LoaderSource:
     """The dataset of a spec. A user's function runs here.
 
     Raises:
-        WorkloadError: the function fails or gives something else; or the file is no file of tokens.
+        WorkloadError: the function fails or gives something else.
     """
     from autoplan.strategies.workloads.objects import unpack_objects
     from autoplan.strategies.workloads.user_errors import user_error
 
-    if spec.kind == "tokens":
-        from autoplan.strategies.workloads.loading.token_file import TokenFile
-
-        assert spec.sequence_length is not None, "spec_of_text asks for it"
-        wide = spec.vocabulary is not None and spec.vocabulary > 1 << 16
-        bare = Path(spec.reference).suffix == ".bin"
-        return LoaderSource(
-            dataset=TokenFile(
-                spec.reference,
-                spec.sequence_length,
-                "uint32" if wide and bare else None,
-                vocab_size=spec.vocabulary,
-                form="transformers",
-            )
-        )
     if spec.kind == "object":
         assert spec.payload is not None, "an object travels with its spec"
         value = unpack_objects(spec.payload, f"the dataset {spec.reference} and its collate_fn")

@@ -369,8 +369,8 @@ def test_what_is_no_dataset_or_does_not_travel_is_refused():
         source_of(3)
     with pytest.raises(WorkloadError, match="batch_size=None"):
         source_of(DataLoader(Numbers(4), batch_size=None))
-    with pytest.raises(WorkloadError, match="no such file"):
-        spec_of_text("missing.bin", sequence_length=8)
+    with pytest.raises(WorkloadError, match="the loader is 'train.bin'"):
+        spec_of_text("train.bin")
 
 
 def test_a_function_of_a_file_gives_the_dataset(tmp_path: Path):
