@@ -56,7 +56,6 @@ def estimate(
     out: str | Path | None = None,
     calibrate: str | Path | None = None,
     anchor: str | Path | Plan | None = None,
-    against: Sequence[str | Path | Plan] | None = None,
 ) -> dict[str, Any]:
     """Estimates memory, time and cost of a training on a cluster that need not be here.
 
@@ -84,8 +83,6 @@ def estimate(
             that makes it better out of sample.
         anchor: A plan, or the file of one: what its search measured is carried to the cluster, whose chip may be
             "here" (4xhere). Without a model the plan's own workload is estimated.
-        against: Plans of the same training from elsewhere, in place of a cluster: how far off the anchor's projections
-            are from what these measured.
 
     Returns:
         What `autoplan estimate --json` prints (docs/estimate.md): seconds, bytes, tokens per second.
@@ -99,7 +96,7 @@ def estimate(
         WorkloadError: an unknown model, or one that cannot be traced, and why.
         NoFeasiblePlanError: no layout fits, and by how much.
     """
-    _check_arguments(model, cluster, rows, out, tokens, prices, anchor, against)
+    _check_arguments(model, cluster, rows, out, tokens, prices, anchor)
     for option, value in {"seq-len": sequence_length, "global-batch": global_batch, "top": top}.items():
         if value is not None and value < 1:
             raise UsageError(f"--{option} is {value}", hint="Give a whole number of at least 1.")
@@ -109,9 +106,6 @@ def estimate(
     if rows is not None:
         table = read_rows(Path(rows)) if isinstance(rows, str | Path) else [dict(row) for row in rows]
         return _table_document(table, correction, None if out is None else Path(out))
-    if against is not None:
-        assert anchor is not None, "checked above"
-        return _against_document(model, anchor, against)
     priced = None if prices is None else read_prices(prices)
     links = {
         "inter_gbits_per_s_per_gpu": inter_gbits_per_gpu,
@@ -227,47 +221,21 @@ def _anchored_spec(model: Any, plan: Plan, seq_len: int | None, global_batch: in
     return spec if seq_len is None else spec.model_copy(update={"sequence_length": seq_len})
 
 
-def _against_document(model: Any, anchor: str | Path | Plan, plans: Sequence[str | Path | Plan]) -> dict[str, Any]:
-    """The document of projections beside measurements."""
-    from autoplan.planner.estimate.anchor import against, read_anchor
-    from autoplan.planner.plan.plan import Plan
-
-    plan = read_anchor(anchor)
-    named = [(one.study, one) if isinstance(one, Plan) else (str(one), Plan.load(one)) for one in plans]
-    rows = against(plan, _anchored_spec(model, plan, None, None), named)
-    measured = [row for row in rows if row["problem"] is None]
-    return {
-        "status": "ok",
-        "anchor": {"study": plan.study, "device": plan.hardware.device(plan.device).name},
-        "rows": rows,
-        "compared": len(measured),
-        "mean_error": float(np.mean([abs(row["error"]) for row in measured])) if measured else None,
-        "inside": sum(row["inside"] for row in measured),
-    }
-
-
-def _check_arguments(
-    model: Any, cluster: Any, rows: Any, out: Any, tokens: Any, prices: Any, anchor: Any, against: Any
-) -> None:
+def _check_arguments(model: Any, cluster: Any, rows: Any, out: Any, tokens: Any, prices: Any, anchor: Any) -> None:
     """Raises where arguments do not go together.
 
     Raises:
         UsageError: which, and what to give.
     """
-    if against is not None and (anchor is None or not against):
-        raise UsageError(
-            "against compares projections of an anchor with plans from elsewhere",
-            hint="For example: autoplan estimate --anchor here.json --against there.json",
-        )
     if anchor is not None:
-        others = {"rows": rows, "prices": prices, "out": out} | ({"cluster": cluster} if against is not None else {})
+        others = {"rows": rows, "prices": prices, "out": out}
         given = [name for name, value in others.items() if value is not None]
         if given:
             raise UsageError(
-                f"an anchor{' with against' if against is not None else ''} does not go with {' and '.join(given)}",
+                f"an anchor does not go with {' and '.join(given)}",
                 hint="For example: autoplan estimate --anchor plan.json --cluster 8x8xH100",
             )
-        if cluster is None and against is None:
+        if cluster is None:
             raise UsageError(
                 "an anchor needs a cluster to be carried to",
                 hint="For example: --cluster 8x8xH100, or 4xhere for four of the anchor's own devices.",

@@ -61,10 +61,6 @@ def estimate_command(
         Path | None,
         _option("FILE", "A plan.json: what its search measured is carried to --cluster (4xhere: 4 such).", "--anchor"),
     ] = None,
-    against: Annotated[
-        list[Path] | None,
-        _option("FILE", "A plan.json from elsewhere: how far off the anchor's projection is. Repeat it.", "--against"),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Estimate a training on a cluster.
@@ -89,16 +85,11 @@ def estimate_command(
         out=out if rows is not None else None,
         calibrate=calibrate,
         anchor=anchor,
-        against=against,
     )
     if as_json:
         print_json({name: value for name, value in document.items() if name != "reasons"})
     elif rows is not None:
         _show_table(document, out)
-    elif against:
-        from autoplan.report.projection import show_against
-
-        show_against(document, console(stderr=False))
     else:
         from autoplan.report.estimate import show_estimate
 

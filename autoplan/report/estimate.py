@@ -63,9 +63,17 @@ def show_estimate(document: dict[str, Any], screen: Console) -> None:
     for why, names in families.items():
         _say(screen, f"  {', '.join(names)}: {why}")
     if "anchor" in document:
-        from autoplan.report.projection import show_anchor
+        _anchor(document, screen)
 
-        show_anchor(document, screen)
+
+def _anchor(document: dict[str, Any], screen: Console) -> None:
+    """The anchor, where each part comes from, and the options that hand the best layout to a search."""
+    anchor = document["anchor"]
+    kind = "the same kind of device" if anchor["same_kind"] else "another kind of device"
+    _say(screen, f"\nanchor: {anchor['trials']} trials on {anchor['ranks']} x {anchor['device']}; this is {kind}")
+    for part, source in anchor["sources"].items():
+        _say(screen, f"  {part}: {source}")
+    _say(screen, f"\nto search from it there: autoplan search {document['best'][0]['search_flags']} ...")
 
 
 def _unit(document: dict[str, Any]) -> str:

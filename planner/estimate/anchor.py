@@ -15,7 +15,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.errors import AutoplanError, PlanError, UsageError
+from autoplan.errors import PlanError, UsageError
 from autoplan.planner.cost.analytical.cluster import Cluster, cluster_hardware, find_chip, parse_cluster
 from autoplan.planner.cost.analytical.step_time import FACTORS_OF
 from autoplan.planner.cost.calibrate import FACTORS, PRIOR_SD
 from autoplan.planner.cost.columns import DTYPES, PRECISIONS, Floats
 from autoplan.planner.cost.communication import ASSUMED_LINK_EFFICIENCY, Links, links_of
 from autoplan.planner.cost.prediction import CONTEXT_BYTES
-from autoplan.planner.cost.traced.estimator import CostTable, Estimator
+from autoplan.planner.cost.traced.estimator import Estimator
 from autoplan.planner.cost.traced.rates import DatasheetProducts, MatmulFit, Rates
 from autoplan.planner.estimate.traced import (
     Place,
@@ -47,7 +47,6 @@ from autoplan.planner.search.setup import MEMORY_SHARE, context_bytes
 from autoplan.planner.space.generate import Space
 from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.probes.profile import Device, HardwareProfile
-from autoplan.strategies.analysis.facts import WorkloadFacts
 from autoplan.strategies.config import PLAIN, TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -637,104 +636,3 @@ def search_flags(layout: Mapping[str, Any], ranks: int, device: str) -> str:
     shown = {k: v for k, v in layout.items() if k in always or v != getattr(PLAIN, k)}
     words = [f"--fix {knob}={value}" for knob, value in shown.items() if value is not None]
     return " ".join([*([f"--nproc {ranks}"] if device == "cpu" or ranks > 1 else []), *words])
-
-
-# How far off a projection was.
-
-
-def against(anchor: Plan, spec: WorkloadSpec, plans: Sequence[tuple[str, Plan]]) -> list[dict[str, Any]]:
-    """Projections of an anchor beside what other plans measured: a row for each plan, and one for its plain run.
-
-    What was measured there is not used for the projection.
-
-    Args:
-        anchor: Whose measurements are carried.
-        spec: Its workload.
-        plans: By name; of the same training, on other machines or numbers of ranks.
-    """
-    rows: list[dict[str, Any]] = []
-    learned: dict[str, Learned] = {}
-    targets = {}
-    for name, plan in plans:
-        try:
-            targets[name] = _target_of(anchor, plan)
-        except AutoplanError as error:
-            rows.append({"plan": name, "what": "plan", "problem": error.message})
-    wanted = [c for _, plan in plans for c in (plan.config, plan.baseline.config)]
-    for device in {device_of(anchor, target) for target in targets.values()}:
-        configs = [*wanted, *(trial.config for trial in Measured.of(anchor).timed if device == anchor.device)]
-        looked = look_and_trace(spec, anchor.hardware, ranks=2, device=device, wanted=_always(configs))
-        learned[device] = Learned.of(Measured.of(anchor), looked["profile"])
-    for name, plan in plans:
-        if name not in targets:
-            continue
-        measured = [("plan", plan.config, plan.measurement.step_time_s, plan.measurement.peak_memory_bytes)]
-        if plan.baseline.step_time_s is not None:
-            peak = plan.baseline.peak_memory_bytes
-            measured.append(("plain run", plan.baseline.config, plan.baseline.step_time_s, peak))
-        for what, config, step, peak in measured:
-            target = targets[name]
-            cluster = target.cluster.model_copy(update={"gpus_per_node": config.world_size})
-            target = replace(target, cluster=cluster)
-            mine = learned[device_of(anchor, target)]
-            place = carry(mine, target, mine.profile, plan.workload.global_batch)
-            table = place.estimator.table([config])
-            rows.append({"plan": name, "what": what} | _compared(table, config, step.median, peak))
-    return rows
-
-
-def _always(configs: Sequence[TrainingConfig]) -> Callable[[WorkloadFacts], Sequence[TrainingConfig]]:
-    return lambda facts: configs
-
-
-def _compared(table: CostTable, config: TrainingConfig, measured_s: float, peak: int | None) -> dict[str, Any]:
-    step, low, high = (
-        float(column[0]) for column in (table.step_time_s, table.step_time_low_s, table.step_time_high_s)
-    )
-    row: dict[str, Any] = {
-        "config": config.describe(),
-        "ranks": config.world_size,
-        "predicted_s": step,
-        "predicted_low_s": low,
-        "predicted_high_s": high,
-        "measured_s": measured_s,
-        "error": step / measured_s - 1,
-        "inside": low <= measured_s <= high,
-        "problem": None,
-    }
-    if peak:
-        memory = float(table.peak_memory_bytes[0])
-        least, most = float(table.peak_memory_low_bytes[0]), float(table.peak_memory_high_bytes[0])
-        row |= {
-            "predicted_peak_bytes": memory,
-            "measured_peak_bytes": peak,
-            "memory_error": memory / peak - 1,
-            "memory_inside": least <= peak <= most,
-        }
-    return row
-
-
-def _target_of(anchor: Plan, plan: Plan) -> Target:
-    """The machine of another plan as a cluster.
-
-    Raises:
-        PlanError: it is the anchor, of another training, or on a machine that no datasheet knows.
-    """
-    if plan.study == anchor.study and plan.created == anchor.created:
-        raise PlanError("it is the anchor itself")
-    for part in TRAINING_CODE:
-        digests = {one.workload.digests.get(part) for one in (plan, anchor)} - {None}
-        if len(digests) > 1:
-            raise PlanError(f"it is of another workload: {plan.workload.name} has another {part}")
-    if plan.workload.sequence_length != anchor.workload.sequence_length:
-        raise PlanError(f"its samples have another length: {plan.workload.sequence_length}")
-    mine, other = anchor.hardware.device(anchor.device), plan.hardware.device(plan.device)
-    ranks = plan.config.world_size
-    if plan.device == anchor.device and mine.name == other.name:
-        cores = int(other.cores or plan.hardware.host.cores_usable) if plan.device == "cpu" else 0
-        cluster = Cluster(nodes=1, gpus_per_node=ranks, chip=other.datasheet_name or other.name)
-        return Target(cluster=cluster, here=True, cores=cores, assumed=())
-    if plan.device == "cpu" or other.datasheet_name is None:
-        raise PlanError(f"it ran on the {other.name}, another device than the anchor's, and no datasheet has its rates")
-    cluster = Cluster(nodes=1, gpus_per_node=ranks, chip=other.datasheet_name)
-    return Target(cluster=cluster, here=False, cores=0, assumed=())

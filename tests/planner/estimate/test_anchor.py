@@ -249,39 +249,6 @@ def test_a_loader_that_was_never_the_limit_sets_none(plan: Plan) -> None:
     assert cluster.input_tokens_per_s is None and "never the limit" in said[0]
 
 
-def test_projections_are_compared_with_what_was_measured_there(
-    plan: Plan,
-    spec: WorkloadSpec,
-    profiles: dict[str, ModelProfile],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    other = plan_of(spec, cpu_hardware(), profiles["cpu"], TWO).model_copy(update={"study": "0" * 16})
-    gone = other.model_copy(
-        update={
-            "hardware": other.hardware.model_copy(
-                update={"devices": (other.hardware.devices[0].model_copy(update={"name": "Another CPU"}),)}
-            )
-        }
-    )
-    paths = [
-        one.sealed().save(tmp_path / f"{name}.json") for name, one in (("anchor", plan), ("two", other), ("gone", gone))
-    ]
-    estimate_command(anchor=paths[0], against=paths, as_json=True)
-    document = json.loads(capsys.readouterr().out)
-    rows = {(Path(row["plan"]).stem, row["what"]): row for row in document["rows"]}
-    assert rows["two", "plan"]["ranks"] == 2 and rows["two", "plan"]["problem"] is None
-    for what in ("plan", "plain run"):
-        row = rows["two", what]
-        assert row["error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1)
-        assert row["inside"] == (row["predicted_low_s"] <= row["measured_s"] <= row["predicted_high_s"])
-    assert "Another CPU" in rows["gone", "plan"]["problem"]
-    assert "itself" in rows["anchor", "plan"]["problem"]
-    assert document["compared"] == 2
-    estimate_command(anchor=paths[0], against=paths)
-    assert "2 compared" in capsys.readouterr().out
-
-
 def test_bad_anchors_are_refused_with_what_to_do(plan: Plan, tmp_path: Path) -> None:
     no_trials = plan.model_copy(update={"evidence": ()}).sealed()
     unverified = plan.model_copy(update={"unverified": "the budget ended"}).sealed()
@@ -304,8 +271,6 @@ def test_bad_anchors_are_refused_with_what_to_do(plan: Plan, tmp_path: Path) -> 
         (plan, {"cluster": "2x8xX100"}, UsageError, "no chip"),
         (plan, {"cluster": None}, UsageError, "needs a cluster"),
         (plan, {"prices": {"H100": "2 USD/h"}, "tokens": 1e9}, UsageError, "does not go with"),
-        (plan, {"against": [plan]}, UsageError, "does not go with"),
-        (None, {"against": [plan], "cluster": None}, UsageError, "compares projections of an anchor"),
         (plan, {"calibrate": "rows.csv"}, UsageError, "its own measurements"),
     ):
         with pytest.raises(error, match=words) as caught:
