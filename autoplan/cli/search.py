@@ -11,7 +11,6 @@ import typer
 
 from autoplan.cli import ends, output
 from autoplan.cli.help import show_all
-from autoplan.cli.workloads import make_spec, named_workload
 from autoplan.errors import UsageError
 from autoplan.planner.search.options import GOAL, LIMITS, RECORD, SEARCH, WORKLOAD, SearchOptions, flag_name
 from autoplan.strategies.config import KNOBS, knob_values
@@ -19,6 +18,7 @@ from autoplan.strategies.workloads.registry import list_models
 
 if TYPE_CHECKING:
     from autoplan.planner.search.options import Flag
+    from autoplan.strategies.workloads.spec import WorkloadSpec
 
 PANELS = (WORKLOAD, SEARCH, GOAL, LIMITS, RECORD)
 """Of the help, the everyday ones first."""
@@ -177,6 +177,44 @@ def search_command(
     if result.status == "interrupted":
         ends.said.append(result.status)
     raise typer.Exit(ends.exit_code(result.exit_code))
+
+
+def named_workload(model: str | None, trainer: str | None) -> str:
+    """The workload that --model or --trainer names; UsageError if neither or both are given."""
+    if model is not None and trainer is not None:
+        raise UsageError("--model and --trainer were given", hint="Give one of them.")
+    from autoplan.strategies.workloads.function_file import NAMED
+
+    if trainer is not None and not NAMED.fullmatch(trainer):
+        raise UsageError(
+            f"--trainer is {trainer!r}; it is file.py:function", hint="For example: --trainer train.py:make_trainer"
+        )
+    named = model if trainer is None else trainer
+    if named is None:
+        raise UsageError("no workload was named", hint="For example: --model gpt2, or --trainer train.py:make_trainer")
+    return named
+
+
+def make_spec(
+    model: str,
+    sequence_length: int | None,
+    global_batch: int | None,
+    arguments: list[str] | None = None,
+    **options: Any,
+) -> WorkloadSpec:
+    """The workload that the options name; WorkloadError says what is wrong with them."""
+    from autoplan.strategies.workloads import sources
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if given.get("max_grad_norm") == 0:
+        given["max_grad_norm"] = None  # how a spec says: no clipping
+    return sources.make_spec(
+        model=model,
+        sequence_length=sequence_length,
+        global_batch=global_batch,
+        options=given,
+        arguments=arguments or (),
+    )
 
 
 def say_what_is_searched(options: SearchOptions) -> None:

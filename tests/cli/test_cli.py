@@ -20,7 +20,6 @@ from autoplan.cli import app, output
 from autoplan.cli.search import PANELS
 from autoplan.errors import PlanError
 from autoplan.planner.plan.plan import Plan
-from autoplan.planner.records.trials import LeftOutFamily
 from autoplan.planner.search.plan_maker import UNCHECKED
 from autoplan.strategies.config import TrainingConfig
 from tests.recorded import make_plain_plan, make_plan
@@ -276,26 +275,6 @@ def test_no_word_of_the_knobs_is_broken(cli, columns: int, monkeypatch, capsys) 
     assert {"reshard_after_forward", "bf16_stochastic"} < words
 
 
-def test_the_predicted_gain_of_a_knob_is_with_the_others_at_their_best() -> None:
-    from autoplan.cli.knobs import predicted_gains
-    from autoplan.planner.search.options import Candidate, SearchResult
-
-    prediction = make_plan().prediction
-    assert prediction is not None
-    seconds = {("fp32", "off"): 8.0, ("bf16", "off"): 4.0, ("bf16", "block"): 5.0}
-    candidates = [
-        Candidate(
-            config=TrainingConfig(micro_batch=1, precision=precision, compile=compiled),
-            prediction=prediction.model_copy(update={"step_time_s": step}),
-        )
-        for (precision, compiled), step in sorted(seconds.items(), key=lambda item: item[1])
-    ]
-    left_out = (LeftOutFamily(family="fp8=tensorwise", limit="needs a GPU", by="", configurations=1),)
-    gains = predicted_gains(SearchResult(status="dry_run", candidates=tuple(candidates), left_out=left_out))
-    assert gains["precision"] == {"gain": 2.0, "value": "bf16", "reason": None}
-    assert gains["compile"]["gain"] == 0.8 and gains["fp8"] == {"gain": None, "value": None, "reason": "needs a GPU"}
-
-
 def test_knobs(cli) -> None:
     assert "precision" in (text := cli("knobs").out) and "fp32, tf32, bf16" in text
     assert {row["knob"] for row in cli("knobs", "--json").document["knobs"]} > {"compile", "tp"}
@@ -437,8 +416,6 @@ def test_export_prints_the_files(cli, plan_file, tmp_path) -> None:
 
 
 def test_an_export_that_cannot_carry_the_plan_ends_with_6(cli, tmp_path) -> None:
-    from autoplan.strategies.config import TrainingConfig
-
     path = make_plan(TrainingConfig(micro_batch=2, pp=2, pp_microbatches=2)).save(tmp_path / "pp.json")
     assert cli("export", path, "--to", "pytorch").code == 6
 
