@@ -6,13 +6,12 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from autoplan.processes import RankContext, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
-from tests.strategies.parallel.world import GLOBAL_BATCH, differences, run_ranks, run_step
+from tests.strategies.parallel.world import GLOBAL_BATCH, Case, Steps, differences, run_ranks
 from tests.strategies.tiny import Classifier, classifier, image_batch, image_loss
 
 MICRO_BATCH = 2
@@ -27,13 +26,13 @@ NORMED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("degree", ["dp_replicate", "dp_shard"])
-def test_the_gradient_is_that_of_accumulation(zygote: Zygote, degree: str, tmp_path: Path) -> None:
-    plain = TrainingConfig(micro_batch=MICRO_BATCH)
-    ranks = TrainingConfig.model_validate({"micro_batch": MICRO_BATCH, degree: 2})
-    _, one = run_step(zygote, "gpt2", plain, tmp_path, **NORMED)
-    _, two = run_step(zygote, "gpt2", ranks, tmp_path, **NORMED)
-    assert max(differences(one, two).values()) < 1e-4
+def test_the_gradient_is_that_of_accumulation(zygote: Zygote, tmp_path: Path) -> None:
+    layouts = (("dp_replicate", 1), ("dp_replicate", 2), ("dp_shard", 2))
+    configs = [TrainingConfig.model_validate({"micro_batch": MICRO_BATCH, degree: ranks}) for degree, ranks in layouts]
+    one, *shared = (Case(model="gpt2", config=config, options=NORMED) for config in configs)
+    steps = Steps(zygote, tmp_path, [one, *shared])
+    for case in shared:
+        assert max(differences(steps.of(one)[1], steps.of(case)[1]).values()) < 1e-4, case.config
 
 
 def statistics(context: RankContext, config: TrainingConfig) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from autoplan.processes import RankContext, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.techniques.mesh import gather_full, named_parameters
-from tests.cases import some
-from tests.strategies.parallel.world import adamw, go_on, make_workload, run_ranks
+from tests.strategies.parallel.world import adamw, each_in_turn, go_on, make_workload, run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"micro_batch": 4},
@@ -28,31 +26,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def train(
     context: RankContext, model: str, config: TrainingConfig, steps: list[int], load: str, save: str, out: str
-) -> dict[str, Any]:
-    """Some steps from a checkpoint (or the start); rank 0 writes the parameters at the end."""
-    if context.world_size > 1:
-        context.init_process_group("gloo", 60.0)
+) -> int:
+    """Some steps from a checkpoint (or the start), and how many in all; rank 0 writes the parameters at the end."""
     run = prepare(make_workload(model, build_optimizer=adamw), config, device="cpu")
     go_on(run, steps, load, save)
     full = gather_full(dict(named_parameters(run.model)), run.mesh)
     if context.rank == 0:
         torch.save(full, out)
-    return {"steps": run.steps}
-
-
-@pytest.fixture(scope="module")
-def two_steps(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The parameters after two steps of one process."""
-    kept: dict[str, Any] = {}
-
-    def reference(model: str) -> Any:
-        if model not in kept:
-            out = tmp_path_factory.mktemp("whole") / "p.pt"
-            run_ranks(zygote, train, 1, (model, TrainingConfig(micro_batch=4), [0, 1], "", "", str(out)))
-            kept[model] = torch.load(out)
-        return kept[model]
-
-    return reference
+    return run.steps
 
 
 CASES = [
@@ -66,19 +47,39 @@ CASES = [
     ("llama", "fsdp", "pp"),
     ("llama", "pp", "tp"),
 ]
-LIKE_OTHERS = {CASES[2], CASES[6], CASES[7]}
 
 
-@pytest.mark.parametrize(("model", "first", "second"), some(CASES, set(CASES) - LIKE_OTHERS))
-def test_a_state_goes_on_under_another_layout(
-    zygote: Zygote, tmp_path: Path, two_steps: Any, model: str, first: str, second: str
-) -> None:
-    saving, loading = TrainingConfig(**LAYOUTS[first]), TrainingConfig(**LAYOUTS[second])
-    state, out = str(tmp_path / "state"), str(tmp_path / "p.pt")
-    run_ranks(zygote, train, saving.world_size, (model, saving, [0], "", state, str(tmp_path / "first.pt")))
-    report = run_ranks(zygote, train, loading.world_size, (model, loading, [1], state, "", out))
-    assert report.ranks[0].result["steps"] == 2
-    found, expected = torch.load(out), two_steps(model)
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """For the names of a case: the steps in all, the parameters, and those after two steps of one process.
+
+    All that is saved by as many ranks is saved in the same processes, and so is what is loaded.
+    """
+    folder = tmp_path_factory.mktemp("states")
+    items = [item for item in request.session.items if item.path == request.path]
+    wanted = [item.callspec.params["case"] for item in items]  # type: ignore[attr-defined]
+    found: dict[Any, int] = {}
+
+    def place(*names: str) -> str:
+        return str(folder / "-".join(names))
+
+    def run(jobs: dict[tuple[str, ...], tuple[Any, ...]]) -> None:
+        for ranks in (1, 2):
+            some_jobs = {key: job for key, job in jobs.items() if job[1].world_size == ranks}
+            report = run_ranks(zygote, each_in_turn, ranks, (train, list(some_jobs.values())), 300.0)
+            found.update(zip(some_jobs, report.ranks[0].result, strict=True))
+
+    config = {name: TrainingConfig(**knobs) for name, knobs in LAYOUTS.items()}
+    whole = {(m,): (m, config["one"], [0, 1], "", "", place(m, "whole")) for m in {model for model, *_ in wanted}}
+    run(whole | {(m, one): (m, config[one], [0], "", place(m, one), place(m, one, "first")) for m, one, _ in wanted})
+    run({(m, one, two): (m, config[two], [1], place(m, one), "", place(m, one, two)) for m, one, two in wanted})
+    return lambda *case: (found[case], torch.load(place(*case)), torch.load(place(case[0], "whole")))
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_state_goes_on_under_another_layout(trained: Any, case: tuple[str, str, str]) -> None:
+    steps, found, expected = trained(*case)
+    assert steps == 2
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         # lr is 1e-3: a lost moment or step count changes parameters by about that

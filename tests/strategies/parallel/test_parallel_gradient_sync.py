@@ -15,7 +15,14 @@ from autoplan.strategies.prepare import prepare
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.techniques.mesh import named_parameters
 from autoplan.strategies.workloads.batch import split_batch
-from tests.strategies.parallel.world import SEQUENCE, VOCABULARY, fsdp_groups, make_workload, run_ranks
+from tests.strategies.parallel.world import (
+    SEQUENCE,
+    VOCABULARY,
+    each_in_turn,
+    fsdp_groups,
+    make_workload,
+    run_ranks,
+)
 
 MIB = 2**20
 
@@ -39,7 +46,6 @@ def gradient_bytes(run: TrainingRun) -> dict[str, int]:
 
 def hold_gradients(context: RankContext, config: TrainingConfig) -> dict[str, Any]:
     """Two micro-steps of one step; what is held after each."""
-    context.init_process_group("gloo", 60.0)
     workload = make_workload("gpt2")
     run = prepare(workload, config, device="cpu")
     batch = run.local_share(workload.make_batch(workload.global_batch, 0))
@@ -53,26 +59,29 @@ def hold_gradients(context: RankContext, config: TrainingConfig) -> dict[str, An
     return {"held": held, "whole": whole}
 
 
+SHARES = {"last": (1.0, 0.0), "every": (0.0, 0.5)}
+"""Of the gradients of all, what is held between micro-steps: whole ones, and shards."""
+
+
 @pytest.mark.parametrize(
-    ("knobs", "ranks", "whole_share", "shard_share"),
+    ("ranks", "knobs"),
     [
-        ({"dp_shard": 2, "gradient_sync": "last"}, 2, 1.0, 0.0),
-        ({"dp_shard": 2, "gradient_sync": "every"}, 2, 0.0, 0.5),
-        ({"dp_replicate": 2, "dp_shard": 2, "gradient_sync": "every", "micro_batch": 1}, 4, 0.0, 0.5),
+        (2, [{"dp_shard": 2, "gradient_sync": "last"}, {"dp_shard": 2, "gradient_sync": "every"}]),
+        (4, [{"dp_replicate": 2, "dp_shard": 2, "gradient_sync": "every", "micro_batch": 1}]),
     ],
-    ids=["last", "every", "hsdp_every"],
+    ids=["fsdp", "hsdp"],
 )
-def test_what_is_held_between_micro_steps(
-    zygote: Zygote, knobs: dict[str, Any], ranks: int, whole_share: float, shard_share: float
-) -> None:
-    config = TrainingConfig(**({"micro_batch": 2} | knobs))
-    for rank in run_ranks(zygote, hold_gradients, ranks, (config,)).ranks:
-        whole, held = rank.result["whole"], rank.result["held"]
-        for between in held[:-1]:
-            assert between["whole"] == pytest.approx(whole_share * whole)
-            assert between["shards"] == pytest.approx(shard_share * whole, rel=0.05)  # padded to an even split
-        assert held[-1]["whole"] == 0
-        assert held[-1]["shards"] == pytest.approx(0.5 * whole, rel=0.05)
+def test_what_is_held_between_micro_steps(zygote: Zygote, ranks: int, knobs: list[dict[str, Any]]) -> None:
+    configs = [TrainingConfig(**({"micro_batch": 2} | one)) for one in knobs]
+    for rank in run_ranks(zygote, each_in_turn, ranks, (hold_gradients, [(one,) for one in configs])).ranks:
+        for config, result in zip(configs, rank.result, strict=True):
+            whole, held = result["whole"], result["held"]
+            whole_share, shard_share = SHARES[config.gradient_sync]
+            for between in held[:-1]:
+                assert between["whole"] == pytest.approx(whole_share * whole)
+                assert between["shards"] == pytest.approx(shard_share * whole, rel=0.05)  # padded to an even split
+            assert held[-1]["whole"] == 0
+            assert held[-1]["shards"] == pytest.approx(0.5 * whole, rel=0.05)
 
 
 def build_deep() -> nn.Module:

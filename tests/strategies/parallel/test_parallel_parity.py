@@ -5,16 +5,25 @@ Batches count differently many tokens per sample; the optimizer is SGD, so that 
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.run import TrainingRun
-from tests.cases import some
-from tests.strategies.parallel.world import build_frozen_gpt2, differences, fsdp_groups, run_step
+from tests.strategies.parallel.world import (
+    LLAMA_PLAN,
+    Case,
+    Plant,
+    Steps,
+    build_frozen_gpt2,
+    differences,
+    fsdp_groups,
+)
 
 # Largest relative difference that passes: of the norm per parameter, and of the tensor itself.
 NORM, TENSOR = 2e-5, 1e-4
@@ -86,11 +95,49 @@ def config_of(knobs: dict[str, Any]) -> TrainingConfig:
     return TrainingConfig(**({"micro_batch": 2} | knobs))
 
 
-def check(
-    zygote: Zygote, plain: Any, folder: Path, model: str, knobs: dict[str, Any], norm: float, tensor: float
-) -> None:
-    expected, reference = plain(model)
-    result, candidate = run_step(zygote, model, config_of(knobs), folder, deadline_s=240.0)
+def cases(
+    table: Mapping[str, dict[str, Any]],
+    in_make_test: Collection[str],
+    model: str = "gpt2",
+    plant: Plant | None = None,
+    alone: bool = False,
+    **options: Any,
+) -> list[Any]:
+    """A case of each row; those that `make test` leaves out are marked `exhaustive`."""
+    assert set(in_make_test) <= set(table), "no such case"
+    return [
+        pytest.param(
+            Case(model=model, config=config_of(knobs), plant=plant, alone=alone, options=options),
+            id=f"{model}-{name}",
+            marks=[pytest.mark.exhaustive] * (name not in in_make_test),
+        )
+        for name, knobs in table.items()
+    ]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "frozen": {"build_model": build_frozen_gpt2},
+    "not_counted_ahead": {"count": None},
+}
+ALONE = {model: Case(model=model, config=TrainingConfig(micro_batch=8)) for model in ("gpt2", "llama", "qwen3", "vit")}
+ALONE |= {
+    name: Case(model="gpt2", config=TrainingConfig(micro_batch=8), options=options)
+    for name, options in VARIANTS.items()
+}
+"""One step of one plain process."""
+
+
+@pytest.fixture(scope="module")
+def steps(request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """Those of all cases that are run; their ranks start once."""
+    given = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    wanted = [one.params["case"] for one in given if one is not None and "case" in one.params]
+    return Steps(zygote, tmp_path_factory.mktemp("steps"), [*wanted, *ALONE.values()])
+
+
+def check(steps: Steps, case: Case, norm: float, tensor: float) -> None:
+    expected, reference = steps.of(ALONE[case.model])
+    result, candidate = steps.of(case)
     found = differences(reference, candidate)
     assert found["gradients_norm"] < norm and found["changes_norm"] < norm, found
     assert found["gradients"] < tensor and found["changes"] < tensor, found
@@ -98,96 +145,108 @@ def check(
     assert result["norm"] == pytest.approx(expected["norm"], rel=norm)
 
 
-TWO_RANKS = [(model, name) for model in ("gpt2", "llama") for name in [*DATA, *TENSOR_PARALLEL, *PIPELINE]]
-LIKE_OTHERS = {("gpt2", name) for name in ("fsdp_kept_every", "1f1b_two_passes")}
-RUN = [case for case in TWO_RANKS if case[0] == "gpt2" or case[1] in ("fsdp_every", "tp", "1f1b")]
-
-
-@pytest.mark.parametrize(("model", "name"), some(TWO_RANKS, set(RUN) - LIKE_OTHERS))
-def test_two_ranks_train_the_same(zygote: Zygote, plain: Any, tmp_path: Path, model: str, name: str) -> None:
-    knobs = (DATA | TENSOR_PARALLEL | PIPELINE)[name]
-    check(zygote, plain, tmp_path, model, knobs, NORM, TENSOR)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_a_stage_of_a_model_that_reads_its_embedding(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
-    check(zygote, plain, tmp_path, "vit", PIPELINE[name], NORM, TENSOR)
-
-
-@pytest.mark.parametrize("name", ["tp", "1f1b"])
-def test_a_tied_model_with_norms_on_heads(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
-    check(zygote, plain, tmp_path, "qwen3", (TENSOR_PARALLEL | PIPELINE)[name], NORM, TENSOR)
-
-
-@pytest.mark.parametrize("name", some(FOUR_RANKS, ("hsdp_every", "tp_fsdp", "pp_fsdp", "pp_tp")))
-def test_four_ranks_train_the_same(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
-    check(zygote, plain, tmp_path, "gpt2", FOUR_RANKS[name], NORM, TENSOR)
+TWO_RANKS = DATA | TENSOR_PARALLEL | PIPELINE
+LIKE_OTHERS = {"fsdp_kept_every", "1f1b_two_passes"}
 
 
 @pytest.mark.parametrize(
-    "name",
-    some(WITH_OTHERS, ("fsdp_checkpointing", "tp_fused_loss", "pp_checkpointing", "fsdp_every_activations_on_host")),
+    "case",
+    [
+        *cases(TWO_RANKS, set(TWO_RANKS) - LIKE_OTHERS),
+        *cases(TWO_RANKS, ("fsdp_every", "tp", "1f1b"), model="llama"),
+        # a stage of a model that reads its embedding; a tied model with norms on heads
+        *cases({name: PIPELINE[name] for name in ("1f1b", "interleaved")}, ("1f1b", "interleaved"), model="vit"),
+        *cases({name: TWO_RANKS[name] for name in ("tp", "1f1b")}, ("tp", "1f1b"), model="qwen3"),
+    ],
 )
-def test_with_the_techniques_of_one_device(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
-    check(zygote, plain, tmp_path, "gpt2", WITH_OTHERS[name], NORM, TENSOR)
+def test_two_ranks_train_the_same(steps: Steps, case: Case) -> None:
+    check(steps, case, NORM, TENSOR)
+    whole, held = (steps.of(one)[0]["elements"] for one in (ALONE[case.model], case))
+    if case.config.dp_shard == 2 and case.config.reshard_after_forward:
+        assert held == pytest.approx(whole / 2, rel=0.01)
+    if case.config.tp == 2:  # norms, positions and some biases stay whole
+        assert held == pytest.approx(whole / 2, rel=0.06)
 
 
-@pytest.mark.parametrize("name", some(LOW_PRECISION, ("fsdp_bf16", "fsdp_every_fp16", "tp_fp16", "pp_bf16")))
-def test_low_precision_stays_within_its_tolerance(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
-    check(zygote, plain, tmp_path, "gpt2", LOW_PRECISION[name], LOW_NORM, LOW_TENSOR)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *cases({"own_plan": TENSOR_PARALLEL["tp"]}, ("own_plan",), model="llama", tensor_plan=LLAMA_PLAN),
+        *cases({"whole_head": TENSOR_PARALLEL["tp"]}, ("whole_head",), head=None),
+    ],
+)
+def test_a_users_own_plan_and_a_head_that_nobody_describes(steps: Steps, case: Case) -> None:
+    assert differences(steps.of(ALONE[case.model])[1], steps.of(case)[1])["gradients"] < TENSOR
 
 
-@pytest.fixture(scope="module")
-def plain_variants(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One step of one plain process for each variant of the workload."""
-    folder, config = tmp_path_factory.mktemp("variants"), TrainingConfig(micro_batch=8)
-    return {case: run_step(zygote, "gpt2", config, folder, **options) for case, options in VARIANTS.items()}
+@pytest.mark.parametrize("case", cases(FOUR_RANKS, ("hsdp_every", "tp_fsdp", "pp_fsdp", "pp_tp")))
+def test_four_ranks_train_the_same(steps: Steps, case: Case) -> None:
+    check(steps, case, NORM, TENSOR)
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "frozen": {"build_model": build_frozen_gpt2},
-    "not_counted_ahead": {"count": None},
-}
+@pytest.mark.parametrize(
+    "case",
+    cases(WITH_OTHERS, ("fsdp_checkpointing", "tp_fused_loss", "pp_checkpointing", "fsdp_every_activations_on_host")),
+)
+def test_with_the_techniques_of_one_device(steps: Steps, case: Case) -> None:
+    check(steps, case, NORM, TENSOR)
+
+
+@pytest.mark.parametrize("case", cases(LOW_PRECISION, ("fsdp_bf16", "fsdp_every_fp16", "tp_fp16", "pp_bf16")))
+def test_low_precision_stays_within_its_tolerance(steps: Steps, case: Case) -> None:
+    check(steps, case, LOW_NORM, LOW_TENSOR)
+
+
 EACH = DATA | TENSOR_PARALLEL | {"1f1b": PIPELINE["1f1b"]}
+FEW = ("ddp", "fsdp_every", "tp", "1f1b")
 
 
-@pytest.mark.parametrize("name", some(EACH, ("ddp", "fsdp_every", "tp", "1f1b")))
-@pytest.mark.parametrize("case", VARIANTS)
-def test_frozen_parameters_and_late_counts(
-    zygote: Zygote, plain_variants: dict[str, Any], tmp_path: Path, name: str, case: str
-) -> None:
-    """Parameters that do not train; a workload that cannot count before its loss has run."""
-    expected, reference = plain_variants[case]
-    result, candidate = run_step(zygote, "gpt2", config_of(EACH[name]), tmp_path, **VARIANTS[case])
+@pytest.mark.parametrize("case", cases(EACH, FEW, **VARIANTS["frozen"]))
+def test_parameters_that_do_not_train(steps: Steps, case: Case) -> None:
+    expected, reference = steps.of(ALONE["frozen"])
+    result, candidate = steps.of(case)
     found = differences(reference, candidate)
-    if case == "frozen":  # gradients are scaled to the real count after this test reads them
-        assert found["gradients"] < TENSOR, found
-        assert not candidate["changes"]["transformer.wte.weight"].any()
+    assert max(found["gradients"], found["changes"]) < TENSOR and found["changes_norm"] < NORM, found
+    assert not candidate["changes"]["transformer.wte.weight"].any()
+    assert result["loss"] == pytest.approx(expected["loss"], rel=NORM)
+
+
+@pytest.mark.parametrize("case", cases(EACH, FEW, **VARIANTS["not_counted_ahead"]))
+def test_a_workload_that_cannot_count_before_its_loss_has_run(steps: Steps, case: Case) -> None:
+    """Gradients are scaled to the real count after this test reads them."""
+    expected, reference = steps.of(ALONE["not_counted_ahead"])
+    result, candidate = steps.of(case)
+    found = differences(reference, candidate)
     assert found["changes"] < TENSOR and found["changes_norm"] < NORM, found
     assert result["loss"] == pytest.approx(expected["loss"], rel=NORM)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "1f1b"])
-def test_deferred_logits_over_ranks(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
+DEFERRED = {name: EACH[name] | {"loss": "fused"} for name in ("ddp", "fsdp", "tp", "1f1b")}
+
+
+@pytest.mark.parametrize("case", cases(DEFERRED, DEFERRED, model="llama", head=None))
+def test_deferred_logits_over_ranks(steps: Steps, case: Case) -> None:
     """The fused loss of the user's own loss function, whether the ranks share the head or not."""
-    _, reference = plain("llama")
-    _, candidate = run_step(zygote, "llama", config_of(EACH[name] | {"loss": "fused"}), tmp_path, head=None)
+    _, reference = steps.of(ALONE["llama"])
+    _, candidate = steps.of(case)
     assert max(differences(reference, candidate).values()) < TENSOR
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", some(COMPILED, ("fsdp_every_compile_block",)))  # each compiles for half a minute
-def test_compiled_blocks_train_the_same(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
-    check(zygote, plain, tmp_path, "gpt2", COMPILED[name], NORM, TENSOR)
+def graphs_alone(run: TrainingRun | None) -> None:
+    """Blocks are compiled to their graphs, and no code is generated for these: that takes half a minute each."""
+    if run is None:
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
-def test_shards_are_a_share_of_the_model(zygote: Zygote, plain: Any, tmp_path: Path) -> None:
-    whole = plain("gpt2")[0]["elements"]
-    sharded, _ = run_step(zygote, "gpt2", config_of({"dp_shard": 2}), tmp_path)
-    split, _ = run_step(zygote, "gpt2", config_of({"tp": 2}), tmp_path)
-    assert sharded["elements"] == pytest.approx(whole / 2, rel=0.01)
-    assert split["elements"] == pytest.approx(whole / 2, rel=0.06)  # norms, positions and some biases stay whole
+GRAPHS = {f"{name}_graphs": COMPILED[name] for name in ("fsdp_every_compile_block", "tp_compile_block")}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*cases(GRAPHS, GRAPHS, plant=graphs_alone, alone=True), *cases(COMPILED, (), alone=True)],
+)
+def test_compiled_blocks_train_the_same(steps: Steps, case: Case) -> None:
+    check(steps, case, NORM, TENSOR)
 
 
 # Planted bugs: each must be seen.
@@ -273,31 +332,37 @@ def plain_shard_of_fused_weight(run: TrainingRun | None) -> None:
     tensor_parallel._StridedShard = lambda dim, split_factor: Shard(dim)  # type: ignore[assignment]
 
 
-PLANTED = [
-    (no_gradient_sync, DATA["ddp"]),
-    (wrong_scale, DATA["ddp"]),
-    (wrong_scale, DATA["fsdp"]),
-    (wrong_scale, DATA["fsdp_every"]),
-    (micro_steps_averaged, DATA["fsdp_every"]),
-    (replicas_apart, FOUR_RANKS["hsdp_every"]),
-    (wrong_scale, FOUR_RANKS["pp_ddp"]),
-    (embedding_not_summed, TENSOR_PARALLEL["tp"]),
-    (norm_gradients_not_summed, TENSOR_PARALLEL["tp"]),
-    (head_untied, TENSOR_PARALLEL["tp"]),
-    (plain_shard_of_fused_weight, TENSOR_PARALLEL["tp"]),
-    (untied_over_stages, PIPELINE["1f1b"]),
+OF_THE_RUN = [
+    (no_gradient_sync, {"ddp": DATA["ddp"]}),
+    (wrong_scale, {name: DATA[name] for name in ("ddp", "fsdp", "fsdp_every")}),
+    (wrong_scale, {"pp_ddp": FOUR_RANKS["pp_ddp"]}),
+    (micro_steps_averaged, {"fsdp_every": DATA["fsdp_every"]}),
+    (replicas_apart, {"hsdp_every": FOUR_RANKS["hsdp_every"]}),
+]
+OF_THE_RANK = [
+    (embedding_not_summed, TENSOR_PARALLEL),
+    (norm_gradients_not_summed, TENSOR_PARALLEL),
+    (head_untied, TENSOR_PARALLEL),
+    (plain_shard_of_fused_weight, TENSOR_PARALLEL),
+    (untied_over_stages, {"1f1b": PIPELINE["1f1b"]}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("plant", "knobs"), PLANTED, ids=[f"{plant.__name__}-{'-'.join(knobs)}" for plant, knobs in PLANTED]
+    "case",
+    [
+        pytest.param(*given.values, id=f"{plant.__name__}-{given.id}")
+        for planted, alone in ((OF_THE_RUN, False), (OF_THE_RANK, True))
+        for plant, table in planted
+        for given in cases(table, table, plant=plant, alone=alone)
+    ],
 )
-def test_a_planted_bug_is_seen(zygote: Zygote, plain: Any, tmp_path: Path, plant: Any, knobs: dict[str, Any]) -> None:
-    _, reference = plain("gpt2")
+def test_a_planted_bug_is_seen(steps: Steps, case: Case) -> None:
+    _, reference = steps.of(ALONE["gpt2"])
     try:
-        _, candidate = run_step(zygote, "gpt2", config_of(knobs), tmp_path, plant=plant)
+        _, candidate = steps.of(case)
         found = differences(reference, candidate)
     except AssertionError as error:  # the copies of a tied weight differ, or a parameter too many
-        assert "differ" in str(error) or "lm_head" in str(error)
+        assert case.alone and ("differ" in str(error) or "lm_head" in str(error))
         return
     assert max(found["gradients_norm"], found["changes_norm"]) > 5 * LOW_NORM, found  # seen at any precision

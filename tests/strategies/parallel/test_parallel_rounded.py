@@ -13,7 +13,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.techniques.mesh import gather_full, local_tensor, named_parameters
 from autoplan.strategies.techniques.rounded_steps import rounding_of
-from tests.strategies.parallel.world import adamw, go_on, make_workload, run_ranks
+from tests.strategies.parallel.world import adamw, each_in_turn, go_on, make_workload, run_ranks
 
 BF16 = {"parameters": "bf16", "precision": "bf16"}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -27,8 +27,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def train(context: RankContext, config: TrainingConfig, steps: list[int], load: str, save: str, out: str) -> Any:
     """Some steps from a checkpoint (or the start); rank 0 writes the parameters, or their fp32 copies, at the end."""
-    if context.world_size > 1:
-        context.init_process_group("gloo", 60.0)
     run = prepare(make_workload("gpt2", build_optimizer=adamw), config, device="cpu")
     start = {name: p.detach().clone() for name, p in named_parameters(run.model)}
     start = gather_full(start, run.mesh)
@@ -49,16 +47,25 @@ def test_a_state_goes_on_under_another_layout(zygote: Zygote, tmp_path: Path) ->
     The change is compared: a lost moment, step count or master copy is 30 % of it and more; bf16 gradients that were
     added up in another order are 4 %.
     """
-    out = str(tmp_path / "p.pt")
-    run_ranks(zygote, train, 1, (TrainingConfig(**LAYOUTS["one"]), [0, 1], "", "", out))
-    expected = torch.load(out)
-    for first, second in [("fsdp", "one"), ("ddp", "fsdp_moments"), ("fsdp_moments", "plain")]:
-        saving, loading = TrainingConfig(**LAYOUTS[first]), TrainingConfig(**LAYOUTS[second])
-        state = str(tmp_path / f"{first}-{second}")
-        run_ranks(zygote, train, saving.world_size, (saving, [0], "", state, str(tmp_path / "first.pt")))
-        report = run_ranks(zygote, train, loading.world_size, (loading, [1], state, "", out))
-        assert report.ranks[0].result["steps"] == 2
-        found = torch.load(out)
+    config = {name: TrainingConfig.model_validate(knobs) for name, knobs in LAYOUTS.items()}
+
+    def place(*names: str) -> str:
+        return str(tmp_path / "-".join(names))
+
+    def run(ranks: int, *jobs: tuple[Any, ...]) -> list[Any]:
+        return list(run_ranks(zygote, each_in_turn, ranks, (train, jobs)).ranks[0].result)
+
+    run(2, *[(config[one], [0], "", place(one), place("first")) for one in ("fsdp", "ddp", "fsdp_moments")])
+    pairs = {1: [("fsdp", "one"), ("fsdp_moments", "plain")], 2: [("ddp", "fsdp_moments")]}
+    loaded = {
+        ranks: [(config[two], [1], place(one), "", place(one, two)) for one, two in those]
+        for ranks, those in pairs.items()
+    }
+    results = run(1, (config["one"], [0, 1], "", "", place("whole")), *loaded[1]) + run(2, *loaded[2])
+    assert [result["steps"] for result in results] == [2] * 4
+    expected = torch.load(place("whole"))
+    for first, second in [*pairs[1], *pairs[2]]:
+        found = torch.load(place(first, second))
         apart = sum(float((found[name] - tensor).square().sum()) for name, tensor in expected.items()) ** 0.5
         whole = sum(float(tensor.square().sum()) for tensor in expected.values()) ** 0.5
         assert apart < 0.1 * whole, (first, second, apart / whole)

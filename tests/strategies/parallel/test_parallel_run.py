@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from autoplan.strategies.prepare import prepare
 from autoplan.strategies.techniques.mesh import local_tensor, named_parameters
 from autoplan.strategies.workloads.sources import spec_from_objects
 from tests.recorded import make_plan
-from tests.strategies.parallel.world import build_gpt2, make_workload, run_ranks
+from tests.strategies.parallel.world import build_gpt2, each_in_turn, make_workload, run_ranks
 
 
 def build_gpt2_with_dropout() -> Any:
@@ -31,7 +32,6 @@ def build_gpt2_with_dropout() -> Any:
 
 def train_with_dropout(context: RankContext, config: TrainingConfig) -> dict[str, Any]:
     """Two steps; the sums of what this rank holds of the norms, and one random number drawn after."""
-    context.init_process_group("gloo", 60.0)
     workload = make_workload("gpt2", build_model=build_gpt2_with_dropout)
     run = prepare(workload, config, device="cpu")
     first = float(torch.rand(()))
@@ -45,17 +45,7 @@ def train_with_dropout(context: RankContext, config: TrainingConfig) -> dict[str
     return {"sums": sums, "first": first}
 
 
-@pytest.mark.parametrize("knobs", [{"tp": 2}, {"dp_replicate": 2}])
-def test_with_dropout_ranks_draw_differently_and_hold_the_same(zygote: Zygote, knobs: dict[str, Any]) -> None:
-    config = TrainingConfig(micro_batch=2, **knobs)
-    report = run_ranks(zygote, train_with_dropout, 2, (config,))
-    one, other = (rank.result for rank in report.ranks)
-    assert one["first"] != other["first"]
-    assert one["sums"] == other["sums"] and one["sums"]
-
-
 def overflow_on_one_rank(context: RankContext, config: TrainingConfig) -> dict[str, Any]:
-    context.init_process_group("gloo", 60.0)
     workload = make_workload("gpt2")
     run = prepare(workload, config, device="cpu")
     before = {name: local_tensor(value.detach()).clone() for name, value in named_parameters(run.model)}
@@ -67,15 +57,6 @@ def overflow_on_one_rank(context: RankContext, config: TrainingConfig) -> dict[s
     same = all(torch.equal(local_tensor(value.detach()), before[name]) for name, value in named_parameters(run.model))
     assert run.scaler is not None
     return {"skipped": result.skipped, "same": same, "scale": run.scaler.get_scale()}
-
-
-@pytest.mark.parametrize("knobs", [{"pp": 2, "pp_microbatches": 4}, {"dp_shard": 2}, {"tp": 2}])
-def test_an_overflow_on_one_rank_is_skipped_by_all(zygote: Zygote, knobs: dict[str, Any]) -> None:
-    config = TrainingConfig(micro_batch=2, precision="fp16", **knobs)
-    report = run_ranks(zygote, overflow_on_one_rank, 2, (config,))
-    results = [rank.result for rank in report.ranks]
-    assert results[0] == results[1]
-    assert results[0]["skipped"] and results[0]["same"]
 
 
 class Batches:
@@ -94,7 +75,6 @@ class Batches:
 
 def apply_to_a_loop(context: RankContext) -> dict[str, Any]:
     """Two epochs of the loader that plan.apply_to gives this rank, by how the loop's own loader takes its samples."""
-    context.init_process_group("gloo", 60.0)
     warnings.simplefilter("ignore")
     data = [(torch.tensor([float(number)]), torch.zeros(1)) for number in range(18)]
     loaders = {
@@ -123,25 +103,7 @@ def apply_to_a_loop(context: RankContext) -> dict[str, Any]:
     return found
 
 
-def test_a_loops_own_loader_is_shared_by_its_ranks(zygote: Zygote) -> None:
-    report = run_ranks(zygote, apply_to_a_loop, 2, ())
-    one, other = (rank.result for rank in report.ranks)
-    for name in ("in order", "shuffled", "drawn"):
-        assert [len(epoch) for epoch in one[name]] == [len(epoch) for epoch in other[name]] == [2, 2]
-        for epoch, theirs in zip(one[name], other[name], strict=True):
-            assert len({*sum(epoch, []), *sum(theirs, [])}) == 16, name
-        assert (one[name][0] == one[name][1]) is (name == "in order")
-    assert one["in order"][0] == [[0, 2, 4, 6], [8, 10, 12, 14]]
-    for found in (one, other):
-        assert "split over 2 processes already (DistributedSampler)" in found["split"]
-        assert "the sampler _Flat gives other samples on one rank" in found["apart"]
-        assert "the dataset has 17 samples on one rank and 18 on another" in found["uneven"]
-        assert all("plan.loader(dataset, run=run)" in found[name] for name in ("split", "apart", "uneven"))
-
-
 def refuse(context: RankContext, config: TrainingConfig, model: str, options: dict[str, Any]) -> str:
-    if context.world_size > 1:
-        context.init_process_group("gloo", 60.0)
     try:
         prepare(make_workload(model, **options), config, device="cpu")
     except ConfigError as error:
@@ -157,38 +119,93 @@ def build_encoder() -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    ("knobs", "ranks", "words"),
-    [
-        ({"dp_replicate": 8, "micro_batch": 1}, 2, ("for 8 rank(s)", "2 run(s)", "torchrun", "--nproc-per-node 8")),
-        ({"dp_shard": 2, "gradient_sync": "every", "micro_batch": 4}, 2, ("micro_batch=4 on 2 ranks makes 1",)),
-        ({"pp": 2, "pp_microbatches": 4, "virtual_stages": 4, "pp_schedule": "interleaved_1f1b"}, 2, ("4 blocks",)),
-    ],
-)
-def test_what_does_not_go_together_is_refused_with_the_reason(
-    zygote: Zygote, knobs: dict[str, Any], ranks: int, words: tuple[str, ...]
-) -> None:
-    config = TrainingConfig(**({"micro_batch": 2} | knobs))
-    report = run_ranks(zygote, refuse, ranks, (config, "gpt2", {}))
-    for rank in report.ranks:
-        assert all(word in rank.result for word in words), rank.result
-
-
-def test_tp_needs_a_plan_and_a_degree_that_divides(zygote: Zygote) -> None:
-    report = run_ranks(zygote, refuse, 3, (TrainingConfig(micro_batch=2, tp=3), "gpt2", {}))
-    assert "4 attention heads" in report.ranks[0].result and "tp can be 1, 2, 4" in report.ranks[0].result
-    report = run_ranks(
-        zygote, refuse, 2, (TrainingConfig(micro_batch=2, tp=2), "gpt2", {"build_model": build_encoder, "head": None})
-    )
-    assert "has no tensor-parallel plan" in report.ranks[0].result
-
-
 def read_ddp(context: RankContext) -> Any:
-    context.init_process_group("gloo", 60.0)
     run = prepare(make_workload("gpt2"), TrainingConfig(micro_batch=4, dp_replicate=2), device="cpu")
     ddp: Any = run._build.module
     return [ddp.gradient_as_bucket_view, ddp.broadcast_buffers]
 
 
-def test_ddp_keeps_gradients_once_and_leaves_buffers_to_each_rank(zygote: Zygote) -> None:
-    assert run_ranks(zygote, read_ddp, 2, ()).ranks[0].result == [True, False]
+def call(context: RankContext, function: Callable[..., Any], *given: Any) -> Any:
+    return function(context, *given)
+
+
+DROPOUT: list[dict[str, Any]] = [{"tp": 2}, {"dp_replicate": 2}]
+OVERFLOW: list[dict[str, Any]] = [{"pp": 2, "pp_microbatches": 4}, {"dp_shard": 2}, {"tp": 2}]
+REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"dp_replicate": 8, "micro_batch": 1}, ("for 8 rank(s)", "2 run(s)", "torchrun", "--nproc-per-node 8")),
+    ({"dp_shard": 2, "gradient_sync": "every", "micro_batch": 4}, ("micro_batch=4 on 2 ranks makes 1",)),
+    ({"pp": 2, "pp_microbatches": 4, "virtual_stages": 4, "pp_schedule": "interleaved_1f1b"}, ("4 blocks",)),
+]
+NO_PLAN = {"build_model": build_encoder, "head": None}
+
+
+def config_of(knobs: dict[str, Any]) -> TrainingConfig:
+    return TrainingConfig(**({"micro_batch": 2} | knobs))
+
+
+@pytest.fixture(scope="module")
+def answers(zygote: Zygote) -> dict[str, list[Any]]:
+    """What two ranks answer to each question; they are asked one after another."""
+    jobs = {f"dropout {knobs}": (train_with_dropout, config_of(knobs)) for knobs in DROPOUT}
+    half = {"precision": "fp16"}
+    jobs |= {f"overflow {knobs}": (overflow_on_one_rank, config_of(half | knobs)) for knobs in OVERFLOW}
+    asked: dict[str, tuple[Any, ...]] = {
+        **jobs,
+        **{f"refused {knobs}": (refuse, config_of(knobs), "gpt2", {}) for knobs, _ in REFUSED},
+        "no plan": (refuse, config_of({"tp": 2}), "gpt2", NO_PLAN),
+        "loop": (apply_to_a_loop,),
+        "ddp": (read_ddp,),
+    }
+    report = run_ranks(zygote, each_in_turn, 2, (call, list(asked.values())))
+    return {name: [rank.result[number] for rank in report.ranks] for number, name in enumerate(asked)}
+
+
+Answers = dict[str, list[Any]]
+
+
+@pytest.mark.parametrize("knobs", DROPOUT, ids=str)
+def test_with_dropout_ranks_draw_differently_and_hold_the_same(answers: Answers, knobs: dict[str, Any]) -> None:
+    one, other = answers[f"dropout {knobs}"]
+    assert one["first"] != other["first"]
+    assert one["sums"] == other["sums"] and one["sums"]
+
+
+@pytest.mark.parametrize("knobs", OVERFLOW, ids=str)
+def test_an_overflow_on_one_rank_is_skipped_by_all(answers: Answers, knobs: dict[str, Any]) -> None:
+    one, other = answers[f"overflow {knobs}"]
+    assert one == other
+    assert one["skipped"] and one["same"]
+
+
+def test_a_loops_own_loader_is_shared_by_its_ranks(answers: Answers) -> None:
+    one, other = answers["loop"]
+    for name in ("in order", "shuffled", "drawn"):
+        assert [len(epoch) for epoch in one[name]] == [len(epoch) for epoch in other[name]] == [2, 2]
+        for epoch, theirs in zip(one[name], other[name], strict=True):
+            assert len({*sum(epoch, []), *sum(theirs, [])}) == 16, name
+        assert (one[name][0] == one[name][1]) is (name == "in order")
+    assert one["in order"][0] == [[0, 2, 4, 6], [8, 10, 12, 14]]
+    for found in (one, other):
+        assert "split over 2 processes already (DistributedSampler)" in found["split"]
+        assert "the sampler _Flat gives other samples on one rank" in found["apart"]
+        assert "the dataset has 17 samples on one rank and 18 on another" in found["uneven"]
+        assert all("plan.loader(dataset, run=run)" in found[name] for name in ("split", "apart", "uneven"))
+
+
+@pytest.mark.parametrize(("knobs", "words"), REFUSED, ids=str)
+def test_what_does_not_go_together_is_refused_with_the_reason(
+    answers: Answers, knobs: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    for said in answers[f"refused {knobs}"]:
+        assert all(word in said for word in words), said
+
+
+def test_tp_needs_a_plan_and_a_degree_that_divides(zygote: Zygote, answers: Answers) -> None:
+    job = (refuse, TrainingConfig(micro_batch=2, tp=3), "gpt2", {})
+    (said,) = run_ranks(zygote, each_in_turn, 3, (call, [job])).ranks[0].result
+    assert "4 attention heads" in said and "tp can be 1, 2, 4" in said
+    assert "has no tensor-parallel plan" in answers["no plan"][0]
+
+
+def test_ddp_keeps_gradients_once_and_leaves_buffers_to_each_rank(answers: Answers) -> None:
+    assert answers["ddp"][0] == [True, False]

@@ -25,7 +25,7 @@ def search(folder: Path, **options: Any) -> SearchResult:
     path = folder / "config.json"
     path.write_text(json.dumps(GPT2))
     spec = make_spec(model=str(path), sequence_length=32, global_batch=8)
-    values: dict[str, Any] = {"budget": 60.0, "device": "cpu", "store": folder / "s", "max_trials": 3, "nproc": 2}
+    values: dict[str, Any] = {"budget": 60.0, "device": "cpu", "store": folder / "s", "max_trials": 2, "nproc": 2}
     return run_search(SearchOptions(spec=spec, **(values | options)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,18 @@ from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, Worklo
 SEQUENCE = 16
 GLOBAL_BATCH = 8
 VOCABULARY = 67  # odd, as GPT-2's 50257 is
+
+
+LLAMA_PLAN = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+"""A tensor-parallel plan of a user's own."""
 
 
 class CausalHead:
@@ -214,15 +227,20 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
     return [group for groups in several for group in groups]
 
 
-def one_step(
+def each_in_turn(context: RankContext, function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Runs in each rank: a function for each of some arguments, one after another: the ranks start once for all."""
+    if context.world_size > 1:
+        context.init_process_group("gloo", 60.0)
+    return [function(context, *job) for job in jobs]
+
+
+def take_step(
     context: RankContext, model: str, config: TrainingConfig, out: str, plant: Plant | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Runs in each rank: one step, whose whole gradients (before clipping) and changes rank 0 writes to `out`.
+    """One step, whose whole gradients (before clipping) and changes rank 0 writes to `out`.
 
     `plant` puts a bug in: it is called with None before the run is built, and with the run after.
     """
-    if context.world_size > 1:
-        context.init_process_group("gloo", 60.0)
     workload = make_workload(model, **options)
     if plant is not None:
         plant(None)
@@ -260,8 +278,67 @@ def run_step(
 ) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
     """One step in ranks of its own: rank 0's result, and the tensors that it wrote."""
     out = directory / f"{time.monotonic_ns()}.pt"
-    report = run_ranks(zygote, one_step, config.world_size, (model, config, str(out), plant, options), deadline_s)
-    return report.ranks[0].result, torch.load(out)
+    job = (model, config, str(out), plant, options)
+    report = run_ranks(zygote, each_in_turn, config.world_size, (take_step, [job]), deadline_s)
+    return report.ranks[0].result[0], torch.load(out)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """One step of one configuration.
+
+    Attributes:
+        model: One of MODELS.
+        config: What is stepped.
+        plant: As `take_step` takes it.
+        alone: In ranks of its own: its plant changes more than its run, or the step fails.
+        options: Of the workload.
+    """
+
+    model: str
+    config: TrainingConfig
+    plant: Plant | None = None
+    alone: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Steps:
+    """Steps of many cases; those of as many ranks are made in the same processes, which start once.
+
+    Args:
+        zygote: Forks the ranks.
+        folder: For what they write.
+        cases: Those that will be asked for.
+    """
+
+    def __init__(self, zygote: Zygote, folder: Path, cases: Sequence[Case]) -> None:
+        self._zygote, self._folder, self._cases = zygote, folder, cases
+        self._made: dict[Case, tuple[dict[str, Any], Path]] = {}
+
+    def of(self, case: Case) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+        """Rank 0's result, and the tensors that it wrote, as of `run_step`."""
+        if case.alone:
+            return run_step(
+                self._zygote, case.model, case.config, self._folder, plant=case.plant, deadline_s=240.0, **case.options
+            )
+        if case not in self._made:
+            ranks = case.config.world_size
+            known = case in self._cases
+            alike = [one for one in self._cases if one.config.world_size == ranks and not one.alone]
+            self._make(alike if known else [case], ranks)
+        result, path = self._made[case]
+        return result, torch.load(path)
+
+    def _make(self, cases: Sequence[Case], ranks: int) -> None:
+        folder = self._folder / str(time.monotonic_ns())
+        folder.mkdir()
+        jobs = [
+            (case.model, case.config, str(folder / f"{number}.pt"), case.plant, case.options)
+            for number, case in enumerate(cases)
+        ]
+        report = run_ranks(self._zygote, each_in_turn, ranks, (take_step, jobs), 300.0)
+        for case, job, result in zip(cases, jobs, report.ranks[0].result, strict=True):
+            self._made[case] = result, Path(job[2])
 
 
 def run_ranks(
