@@ -69,6 +69,8 @@ def show_diagnosis(console: Console, found: Diagnosis) -> None:
         where = f" ({one.line})" if one.line else ""
         terminal.say(console, str(number), f"{one.what}{where}")
         terminal.say(console, "  seen", one.evidence)
+        if one.stack is not None and len(one.stack.frames) > 1:
+            terminal.say(console, "  stack", f"{' > '.join(one.stack.frames)}: {one.stack.share:.0%} of the time")
         terminal.say(console, "  mend", one.mend)
         terminal.say(console, "  gain", gain_words(one))
     terminal.show_table(console, part_rows(found), title="Where the time of a step goes")

@@ -19,6 +19,9 @@ from typing import Any
 from autoplan.planner.diagnose.records import Part
 from autoplan.processes.cause import is_users_file
 
+MOST_FRAMES = 6
+"""Lines of a stack: the innermost of the user's own."""
+
 KEEPS = frozenset({"data", "saving", "logging", "evaluation"})
 """Parts that keep what happens inside them."""
 
@@ -153,6 +156,23 @@ def users_line(frame: Any) -> str | None:
     return None
 
 
+def stack_of(frame: Any) -> tuple[str, ...]:
+    """The user's lines that a frame is in, the outermost first: `train.py:12 in fit`; no text of them and no values.
+
+    The last is what the innermost of them called of a library, where that is Python: `json.decoder.raw_decode`.
+    """
+    own: list[str] = []
+    inside: str | None = None
+    while frame is not None and len(own) < MOST_FRAMES:
+        code, module = frame.f_code, str(frame.f_globals.get("__name__"))
+        if _is_users(frame):
+            own.append(f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}")
+        elif not own and inside is None and not module.startswith("autoplan."):  # a hook is no part of it
+            inside = f"{module}.{code.co_name}"
+        frame = frame.f_back
+    return (*reversed(own), *([inside] if own and inside else []))
+
+
 def _is_users(frame: Any) -> bool:
     file = frame.f_code.co_filename
     mine = _users.get(file)
@@ -215,9 +235,10 @@ class LineCounter:
 
 
 class LineSampler:
-    """Looks every few milliseconds where the script's thread is: its part, the line of the user's code, the memory.
+    """Looks every few milliseconds where the script's thread is: its part, the user's lines, the memory.
 
-    The time of Python code that no hook knows has a line so. Runs only while the first steps are looked at.
+    The time of Python code that no hook knows has a line so. Runs only while the first steps are looked at. It needs no
+    ptrace, as py-spy does, since it is a thread of the script's process; processes of a DataLoader it does not see.
     """
 
     EVERY_S = 0.005
@@ -227,6 +248,7 @@ class LineSampler:
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.seen: dict[tuple[str, str], int] = defaultdict(int)
+        self.stacks: dict[tuple[Part, tuple[str, ...]], int] = defaultdict(int)
         self.peaks: dict[Part, tuple[int, str | None]] = {}
         self._read_bytes = read_bytes
 
@@ -246,10 +268,11 @@ class LineSampler:
             part, memory = self._clock.current, self._read_bytes()
             if line is not None:
                 self.seen[part, line] += 1
+                self.stacks[part, stack_of(frame)] += 1
             if part not in self.peaks or memory > self.peaks[part][0]:
                 self.peaks[part] = memory, line
 
     def line_of(self, part: str) -> str | None:
         """The line that was seen most in a part."""
-        lines = {line: count for (of, line), count in self.seen.items() if of == part}
+        lines = {line: count for (of, line), count in list(self.seen.items()) if of == part}
         return max(lines, key=lambda line: lines[line]) if lines else None

@@ -21,6 +21,7 @@ from autoplan.planner.diagnose.records import (
     Part,
     PartTime,
     Repeated,
+    Stack,
     SwitchTrial,
 )
 from autoplan.planner.diagnose.session import LEAST_PAIRS, compiles_again, is_slower
@@ -95,7 +96,17 @@ def find_causes(answer: Answer) -> list[Finding]:
         return []
     found = [*_proved(answer, seen), *_estimated(answer, seen), *_of_memory(answer, seen)]
     found = with_ranks(found, answer, seen)
-    return sorted(found, key=lambda one: -one.gain.median)[:MOST_FINDINGS]
+    found = sorted(found, key=lambda one: -one.gain.median)[:MOST_FINDINGS]
+    return [one.model_copy(update={"stack": _stack_of(one, seen)}) for one in found]
+
+
+def _stack_of(finding: Finding, seen: Observation) -> Stack | None:
+    """The most frequent stack of a finding's line; of its part where the line has none."""
+    part = {"batches": "data", "workers": "data", "persistent": "data", "freeze": "gc"}.get(
+        finding.cause, finding.cause
+    )
+    at_line = [one for one in seen.stacks if any(name.startswith(f"{finding.line} in ") for name in one.frames)]
+    return next(iter([*at_line, *(one for one in seen.stacks if one.part == part)]), None)
 
 
 def gain_of(trial: SwitchTrial, chosen_from: int = 1) -> Interval | None:

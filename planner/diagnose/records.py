@@ -78,6 +78,17 @@ class Repeated(Record):
     share: float
 
 
+class Stack(Record):
+    """Where the script was how often: a share of all looks at it, in one part.
+
+    `frames` are the user's lines, the outermost first, as `train.py:12 in fit`, and a library's function at the end.
+    """
+
+    part: Part
+    frames: tuple[str, ...]
+    share: float
+
+
 class LoaderFacts(Record):
     """The loader that a step waits for. `make_s` and `collate_s` are seconds of a step in this process."""
 
@@ -194,6 +205,8 @@ class Observation(Record):
     """The mean of a step in consecutive blocks of the steps that were looked at."""
     facts: Facts
     memory: MemoryFacts | None = None
+    stacks: tuple[Stack, ...] = ()
+    """The most frequent first."""
 
     def share(self, part: Part) -> float:
         """Of the time, in a part."""
@@ -294,6 +307,8 @@ class Finding(Record):
     gain: Interval
     measured: bool
     line: str | None = None
+    stack: Stack | None = None
+    """Where Python is the cause: the most frequent of its stacks."""
 
 
 class RankTime(Record):
@@ -320,6 +335,8 @@ class Diagnosis(Record):
     tested: tuple[SwitchTrial, ...]
     notes: tuple[str, ...]
     seconds: float
+    stacks: tuple[Stack, ...] = ()
+    """Where Python was, by line; the most frequent first."""
     ranks: tuple[RankTime, ...] = ()
     """Where the script was run in several ranks."""
 

@@ -121,6 +121,7 @@ def diagnose(
         tested=answer.trials,
         notes=(*runs.notes, *notes_of(answer, seen, findings, runs.request.without), *notes_of_ranks(answer, nproc)),
         ranks=rank_times(answer),
+        stacks=seen.stacks,
         seconds=time.monotonic() - began,
     )
 

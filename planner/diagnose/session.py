@@ -36,6 +36,7 @@ from autoplan.planner.diagnose.records import (
     RankBlock,
     Repeated,
     Request,
+    Stack,
     Suspect,
     SwitchTrial,
     SyncLine,
@@ -84,6 +85,9 @@ OTHER_PROCESS_SHARE = 0.4
 """Of the budget, for that process."""
 
 BLOCKS_SEEN = 6
+
+MOST_STACKS, LEAST_STACK = 12, 0.01
+"""Stacks that are kept, and the least share of them."""
 
 MANY_RUNS, SMALL_S = 20, 1e-3
 """A line that runs so many times in a step, for less than this each time, is one of a loop over small operations."""
@@ -427,7 +431,16 @@ def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler)
         parts=tuple(sorted(parts, key=lambda one: -one.seconds)),
         block_s=block_means([step.seconds for step in steps]),
         facts=facts,
+        stacks=frequent_stacks(sampler),
     )
+
+
+def frequent_stacks(sampler: LineSampler) -> tuple[Stack, ...]:
+    """The stacks that were seen most."""
+    total = sum(sampler.stacks.values())
+    found = [Stack(part=part, frames=frames, share=n / total) for (part, frames), n in list(sampler.stacks.items())]
+    found = [one for one in found if one.share >= LEAST_STACK]
+    return tuple(sorted(found, key=lambda one: -one.share)[:MOST_STACKS])
 
 
 def repeated_lines(sampler: LineSampler, counter: LineCounter, step_s: float) -> tuple[Repeated, ...]:
@@ -449,14 +462,15 @@ def repeated_lines(sampler: LineSampler, counter: LineCounter, step_s: float) ->
 
 def memory_facts(samples: list[int], sampler: LineSampler, kept: list[Kept]) -> MemoryFacts | None:
     """From the memory at the ends of steps, and the peaks of parts."""
-    if not sampler.peaks:
+    peaks = dict(sampler.peaks)  # it may look on meanwhile
+    if not peaks:
         return None
-    part = max(sampler.peaks, key=lambda one: sampler.peaks[one][0])
-    training = [sampler.peaks[one][0] for one in ("forward", "loss", "backward", "optimizer") if one in sampler.peaks]
+    part = max(peaks, key=lambda one: peaks[one][0])
+    training = [peaks[one][0] for one in ("forward", "loss", "backward", "optimizer") if one in peaks]
     return MemoryFacts(
-        peak_bytes=sampler.peaks[part][0],
+        peak_bytes=peaks[part][0],
         peak_part=part,
-        peak_line=sampler.peaks[part][1],
+        peak_line=peaks[part][1],
         training_bytes=max(training, default=0),
         growth_bytes=growth_bytes(samples),
         kept=tuple(kept),

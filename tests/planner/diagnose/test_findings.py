@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+from autoplan.planner.diagnose.clock import stack_of
 from autoplan.planner.diagnose.findings import find_causes, notes_of
-from autoplan.planner.diagnose.records import Answer, Facts, LoaderFacts, Observation, PartTime, Suspect, SwitchTrial
+from autoplan.planner.diagnose.records import (
+    Answer,
+    Facts,
+    LoaderFacts,
+    Observation,
+    PartTime,
+    Stack,
+    Suspect,
+    SwitchTrial,
+)
 from autoplan.planner.diagnose.session import line_of_samples
 from autoplan.planner.diagnose.suspects import find_suspects
 from autoplan.planner.records.trials import Interval
@@ -80,3 +93,32 @@ def test_the_line_of_a_sample_is_the_users() -> None:
     assert line_of_samples(Subset(ConcatDataset([Own(), Own()]), [0])) == line
     assert line_of_samples(TensorDataset(torch.zeros(2))) is None
     assert line_of_samples([1, 2]) is None
+
+
+def test_a_stack_has_the_users_lines_and_the_librarys_function_and_no_values() -> None:
+    class Seen:
+        def __deepcopy__(self, memo: object) -> Seen:
+            stacks.append(stack_of(sys._getframe().f_back))
+            return self
+
+    def sample(secret: str) -> object:
+        return copy.deepcopy([secret, Seen()])
+
+    stacks: list[tuple[str, ...]] = []
+    sample("a password")
+    *outer, called, library = stacks[0]
+    assert called == f"test_findings.py:{sample.__code__.co_firstlineno + 1} in sample"
+    assert library == "copy.deepcopy" and "password" not in str(stacks)
+    assert outer[-1].endswith("in test_a_stack_has_the_users_lines_and_the_librarys_function_and_no_values")
+
+
+def test_a_finding_has_the_stack_of_its_line_or_of_its_part() -> None:
+    seen = observation()
+    other = Stack(part="backward", frames=("train.py:9 in fit",), share=0.6)
+    data = Stack(part="data", frames=("train.py:4 in fit", "data.py:7 in __getitem__"), share=0.3)
+    told = Answer(observation=seen.model_copy(update={"stacks": (other, data)}), trials=(trial("batches", 0.04),))
+    assert find_causes(told)[0].stack is data
+    parts = tuple(one.model_copy(update={"line": "train.py:9"}) for one in seen.parts)
+    told = told.model_copy(update={"observation": seen.model_copy(update={"stacks": (data, other), "parts": parts})})
+    assert find_causes(told)[0].stack is other
+    assert find_causes(Answer(observation=seen, trials=(trial("batches", 0.04),)))[0].stack is None
