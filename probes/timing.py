@@ -47,6 +47,7 @@ TORCH_DTYPES = {
     "tf32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "float64": torch.float64,
     "uint8": torch.uint8,
 }
 

@@ -50,7 +50,7 @@ def doctor_command(
         typer.Option("--memory-limit", metavar="SIZE", help="What the script may take: 8GiB. Default: 80% of all."),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Keep a trace of five steps here, for Perfetto.")
+        Path | None, typer.Option("--trace", metavar="FILE", help="Keep a trace of three steps here, for Perfetto.")
     ] = None,
     quiet: QuietOption = False,
     json_output: output.JsonOption = False,

@@ -6,13 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.planner.diagnose.records import PARTS, Diagnosis, Finding
 from autoplan.report import facts, terminal
-from autoplan.units import format_seconds
+from autoplan.units import format_number, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 BAR_WIDTH = 20
 """Characters of a bar that is the whole step."""
+
+
+LEAST_SHOWN = 0.03
+"""Of a step, for a kind of operation to be on the screen."""
+
+BOUNDS = {"compute": "the FLOP/s", "memory": "the memory's bytes/s", "launch": "the launches"}
 
 
 def headline(found: Diagnosis) -> str:
@@ -35,6 +41,19 @@ def part_rows(found: Diagnosis) -> facts.Rows:
         bar = "#" * max(1, round(one.share * BAR_WIDTH)) if one.share >= 0.005 else ""
         rows.append((PARTS[one.part], format_seconds(one.seconds), between, f"{one.share:.0%}", bar, one.line or ""))
     return facts.Rows(("part of a step", "mean", "10 to 90 %", "share", "", "line"), rows)
+
+
+def operation_rows(found: Diagnosis) -> facts.Rows:
+    """The largest kinds of operations: share, calls, what they reach, and what bounds them."""
+    rows: list[tuple[str, ...]] = []
+    for one in found.operations:
+        if one.share >= LEAST_SHOWN or one is found.operations[-1]:
+            reached = "" if one.flops_per_s is None else f"{format_number(one.flops_per_s / 1e9)} GFLOP/s"
+            moved = "" if one.bytes_per_s is None else f"{format_number(one.bytes_per_s / 1e9)} GB/s"
+            bound = "" if one.bound is None else f"{one.of_rate:.0%} of {BOUNDS[one.bound]}"
+            calls = f"{one.calls:,.0f}" if one.calls else ""
+            rows.append((one.kind, f"{one.share:.0%}", calls, reached, moved, bound))
+    return facts.Rows(("operations", "share", "calls", "reach", "move", "bound: they reach"), rows)
 
 
 def rank_rows(found: Diagnosis) -> facts.Rows:
@@ -74,6 +93,8 @@ def show_diagnosis(console: Console, found: Diagnosis) -> None:
         terminal.say(console, "  mend", one.mend)
         terminal.say(console, "  gain", gain_words(one))
     terminal.show_table(console, part_rows(found), title="Where the time of a step goes")
+    if found.operations:
+        terminal.show_table(console, operation_rows(found), title="Operations of a traced step")
     if found.ranks:
         terminal.show_table(console, rank_rows(found), title="Ranks")
     for text in found.notes:

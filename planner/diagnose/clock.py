@@ -159,7 +159,7 @@ def users_line(frame: Any) -> str | None:
 def stack_of(frame: Any) -> tuple[str, ...]:
     """The user's lines that a frame is in, the outermost first: `train.py:12 in fit`; no text of them and no values.
 
-    The last is what the innermost of them called of a library, where that is Python: `json.decoder.raw_decode`.
+    The last is the function of a library that runs for them, where it is Python: `json.decoder.raw_decode`.
     """
     own: list[str] = []
     inside: str | None = None

@@ -89,6 +89,34 @@ class Stack(Record):
     share: float
 
 
+class Rates(Record):
+    """What the device reaches in the script's process: FLOP/s of a large product by dtype, bytes/s of a copy beyond the
+    caches, the host's seconds for one small operation."""
+
+    flops_per_s: dict[str, float]
+    bytes_per_s: float | None
+    launch_s: float
+
+
+Bound = Literal["compute", "memory", "launch"]
+
+
+class Operations(Record):
+    """Operations of one kind: seconds and calls of a step, their share of it, what they reach, and what bounds them.
+
+    `of_rate` is the share of the rate that bounds them. None: not known from the shapes of their inputs.
+    """
+
+    kind: str
+    seconds: float
+    share: float
+    calls: float = 0.0
+    flops_per_s: float | None = None
+    bytes_per_s: float | None = None
+    bound: Bound | None = None
+    of_rate: float | None = None
+
+
 class LoaderFacts(Record):
     """The loader that a step waits for. `make_s` and `collate_s` are seconds of a step in this process."""
 
@@ -187,7 +215,9 @@ class Facts(Record):
     """
     graph_breaks: tuple[str, ...] = ()
     bf16_gain: float | None = None
-    """How much faster a large matrix product is in bf16 than in fp32; None: the script has bf16 or fp16 already."""
+    """How much faster a large matrix product is in bf16 than in fp32; None: the script has bf16 or fp16 already, or the
+    processor no instructions for it."""
+    rates: Rates | None = None
     throttled: float = 0.0
     """Share of the time in which the limit on CPU time of the cgroup stopped this process."""
     exchange: Exchange | None = None
@@ -207,6 +237,8 @@ class Observation(Record):
     memory: MemoryFacts | None = None
     stacks: tuple[Stack, ...] = ()
     """The most frequent first."""
+    operations: tuple[Operations, ...] = ()
+    """By kind, from a trace of a few steps; what is between them last."""
 
     def share(self, part: Part) -> float:
         """Of the time, in a part."""
@@ -337,6 +369,9 @@ class Diagnosis(Record):
     seconds: float
     stacks: tuple[Stack, ...] = ()
     """Where Python was, by line; the most frequent first."""
+    operations: tuple[Operations, ...] = ()
+    """By kind, that of most time first, and what is between them."""
+    rates: Rates | None = None
     ranks: tuple[RankTime, ...] = ()
     """Where the script was run in several ranks."""
 

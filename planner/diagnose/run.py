@@ -71,7 +71,7 @@ def diagnose(
         budget: Seconds, or a text like "60s"; the processes are ended some seconds after it.
         nproc: Ranks of a script for torchrun, started on this machine as torchrun starts them.
         memory_limit: Host memory that the script may use, like "8GiB"; None: 80 % of what there is.
-        trace: Where to keep a trace of five steps for Perfetto.
+        trace: Where to keep a trace of three steps for Perfetto.
         on_progress: Is told what is being done.
 
     Returns:
@@ -122,6 +122,8 @@ def diagnose(
         notes=(*runs.notes, *notes_of(answer, seen, findings, runs.request.without), *notes_of_ranks(answer, nproc)),
         ranks=rank_times(answer),
         stacks=seen.stacks,
+        operations=seen.operations,
+        rates=seen.facts.rates,
         seconds=time.monotonic() - began,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import json
 import math
 import os
 import random
@@ -16,10 +17,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from autoplan.planner.diagnose import roofline
 from autoplan.planner.diagnose.clock import Clock, LineCounter, LineSampler, Step
 from autoplan.planner.diagnose.hooks import Hooks, sync_lines, worst_line
 from autoplan.planner.diagnose.memory import MemoryMeter, cut_graphs, find_kept, growth_bytes, sizes_of_names
@@ -34,6 +37,7 @@ from autoplan.planner.diagnose.records import (
     Observation,
     PartTime,
     RankBlock,
+    Rates,
     Repeated,
     Request,
     Stack,
@@ -48,6 +52,7 @@ from autoplan.planner.trials.measure import median_interval
 from autoplan.planner.verify.meter import WARM_UP_STEPS
 from autoplan.probes.cgroup import cpu_stat_path
 from autoplan.probes.cpu import read_throttling
+from autoplan.probes.timing import TORCH_DTYPES
 from autoplan.processes.cause import is_users_file
 
 LOOK_STEPS = 20
@@ -85,6 +90,9 @@ OTHER_PROCESS_SHARE = 0.4
 """Of the budget, for that process."""
 
 BLOCKS_SEEN = 6
+
+TRACED_STEPS, TRACE_SHARE, MOST_TRACE_BYTES = 3, 0.05, 64 << 20
+"""Steps that are traced, if they take no larger share of the budget; a larger file takes too long to read."""
 
 MOST_STACKS, LEAST_STACK = 12, 0.01
 """Stacks that are kept, and the least share of them."""
@@ -181,8 +189,8 @@ class Session:
             return
         if compiles_again(seen) and self.peers.ranks == 1:
             self._kept_s = OTHER_PROCESS_SHARE * self.request.budget_s
-        if self.request.trace is not None:
-            yield from self._trace(self.request.trace)
+        if self.request.trace is not None or not seen.operations:
+            yield from self._trace(seen)
         kept = seen.memory.kept if seen.memory else ()
         self.hooks.kept = tuple(one.name for one in kept if one.graphs)
         suspects = [one for one in find_suspects(seen) if one.key not in self.request.without]
@@ -202,6 +210,8 @@ class Session:
 
     def _look(self) -> Course:
         """Looks at steps as they are: enough of them that what comes seldom is seen, as far as the budget goes."""
+        rates = rates_here(self.hooks.anchor)
+        yield  # a step whose operands are no longer in the caches
         self._tell("looking at the steps as they are")
         self.clock.forget()
         self.hooks.loaders.restart()
@@ -214,7 +224,7 @@ class Session:
         steps: list[Step] = []
 
         def see() -> Observation:
-            facts = self._facts(len(steps), (compile_seconds() - compiled) / len(steps))
+            facts = self._facts(len(steps), (compile_seconds() - compiled) / len(steps), rates)
             stopped = (read_throttling(cpu_stat_path())[1] - throttled) / (time.monotonic() - began)
             seen = observe(steps, facts.model_copy(update={"throttled": stopped}), self.clock, sampler)
             kept = find_kept(sizes, len(steps))
@@ -254,7 +264,7 @@ class Session:
             self.keep(observation=seen)
         return seen
 
-    def _facts(self, steps: int, compile_s: float) -> Facts:
+    def _facts(self, steps: int, compile_s: float, rates: Rates) -> Facts:
         hooks, loaders = self.hooks, self.hooks.loaders
         loader, optimizer = loaders.loader, hooks.anchor
         parameters = [one for group in optimizer.param_groups for one in group["params"]] if optimizer else []
@@ -290,21 +300,41 @@ class Session:
             compile_s=compile_s,
             recompiled=recompile_reasons() if compile_s else (),
             graph_breaks=graph_breaks(),
-            bf16_gain=None if low else bf16_gain(device),
+            bf16_gain=None if low else bf16_gain(rates),
+            rates=rates,
             exchange=hooks.collectives.facts(list(hooks.modules.called), steps) if self.peers.ranks > 1 else None,
         )
 
-    def _trace(self, path: str) -> Course:
-        """A trace of a few steps for Perfetto; no shapes, no stacks and no values of arguments."""
-        self._tell("tracing five steps")
+    def _trace(self, seen: Observation) -> Course:
+        """Traces a few steps: the kinds of operations, and for Perfetto a file without shapes and values."""
+        keep, steps = self.request.trace, TRACED_STEPS
+        long = keep is None and steps * seen.mean_s > TRACE_SHARE * self.request.budget_s
+        if seen.facts.rates is None or long or self.peers.agree(torch.autograd._profiler_enabled()):  # by the script
+            return
+        self._tell(f"tracing {steps} steps")
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profiler:
-            for _ in range(5):
-                yield
-        if self.peers.rank == 0:
-            profiler.export_chrome_trace(path)
+        took: list[Step] = []
+        with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+            while len(took) < steps:
+                took.append((yield))
+            synchronize()
+        if self.peers.rank:
+            return
+        path = Path(self.request.sandbox) / "operations.json"
+        profiler.export_chrome_trace(str(path))
+        if keep is None and path.stat().st_size > MOST_TRACE_BYTES:
+            return
+        try:
+            trace = json.loads(path.read_bytes())
+        except ValueError:  # a name that torch did not escape
+            return
+        whole_s = sum(step.seconds for step in took)
+        found = roofline.read_operations(trace, steps, whole_s, seen.facts.rates)
+        self.keep(observation=seen.model_copy(update={"operations": found}))
+        if keep is not None:
+            Path(keep).write_text(json.dumps(roofline.without_shapes(trace)))
 
     # One cause.
 
@@ -550,21 +580,22 @@ def graph_breaks() -> tuple[str, ...]:
     return tuple(str(reason).strip().partition("\n")[0][:120] for reason, _ in ranked)[:3]
 
 
-def bf16_gain(device: str) -> float | None:
-    """How much faster a product of two matrices of 1024 x 1024 is in bf16: the best of five each, after one.
+def rates_here(optimizer: torch.optim.Optimizer | None) -> Rates:
+    """The rates of the device of the parameters: of fp32 and their own dtype, and of what may be faster.
 
-    None for a processor without instructions for it, where one product may take seconds.
+    Not of bf16 on a processor without instructions for it, where one product may take seconds.
     """
-    if device == "cpu" and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
-        return None
-    took = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        one = torch.ones(1024, 1024, dtype=dtype, device=device)
-        times = []
-        for _ in range(6):
-            began = time.perf_counter()
-            one @ one
-            synchronize()
-            times.append(time.perf_counter() - began)
-        took[dtype] = min(times[1:])
-    return took[torch.float32] / took[torch.bfloat16]
+    parameters = [one for group in optimizer.param_groups for one in group["params"]] if optimizer else []
+    device = parameters[0].device.type if parameters else "cpu"
+    dtypes = {"float32", *(str(one.dtype).removeprefix("torch.") for one in parameters if one.is_floating_point())}
+    if device == "cuda":
+        dtypes |= {"bfloat16", "float16"}
+    elif torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        dtypes.add("bfloat16")
+    return roofline.measure_rates(device, sorted(dtypes & set(TORCH_DTYPES)))
+
+
+def bf16_gain(rates: Rates) -> float | None:
+    """How much faster a large product is in bf16 than in fp32."""
+    fp32, bf16 = (rates.flops_per_s.get(dtype) for dtype in ("float32", "bfloat16"))
+    return bf16 / fp32 if fp32 and bf16 else None

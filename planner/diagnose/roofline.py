@@ -1,0 +1,310 @@
+"""A roofline by kind of operation: what its time reaches of the rates that the probes measure, and what bounds it.
+
+In: a trace of torch.profiler with shapes, in Chrome's format, and the `Rates` of this process. Out: an `Operations`
+record for each kind. FLOPs and bytes are from the shapes of the inputs:
+
+- A product has two FLOPs for each multiplication. Attention and convolutions have twice their forward's in backward:
+  two products for each. What a kernel computes again is not counted.
+- Bytes are those of the inputs, and as many as the largest of them for the result; of a product, its matrix. A fused
+  optimizer writes what it reads, but for the gradients. Views move nothing. Of what reads by index, of LSTM and GRU and
+  of compiled code they are not known.
+
+Three bounds are compared: FLOPs at the rate of a large product of that dtype, bytes at the rate of a copy beyond the
+caches, calls at the host's time for one small operation. The one that needs most time is the bound (Williams, Waterman,
+Patterson 2009; the calls are our addition). A kind whose operands stay in caches may reach more than that rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autoplan.planner.diagnose.records import Bound, Operations, Rates
+from autoplan.probes.operations import CPU_BRIEF_SHAPES, CUDA_BRIEF_SHAPES, bandwidth_operations, matmul
+from autoplan.probes.timing import Operation, Sampler, probe_launch
+
+SAMPLE_S = 0.1
+"""For the samples of one rate."""
+
+KINDS = tuple((kind, re.compile(pattern)) for kind, pattern in (
+    ("optimizer", r"::_fused_(adam|sgd|adagrad)|::_foreach_"),
+    ("attention", r"scaled_dot_product|flash_attention|efficient_attention"),
+    ("convolution", r"conv(\d|olution|_)"),
+    ("recurrent", r"lstm|gru|rnn"),
+    ("matrix products", r"::(\w*mm|linear|matmul|mv|dot|einsum)(_|$)|linear_pointwise|mkldnn_linear"),
+    ("norm", r"norm(?!al)"),
+    ("softmax and loss", r"softmax|_loss|cross_entropy|kl_div"),
+    ("indexing", r"embedding|index|gather|scatter|take|nonzero|sort|topk|bincount|masked_select"),
+    ("views", r"::(view\w*|_unsafe_view|_?reshape\w*|t|transpose\w*|permute|expand\w*|as_strided\w*|detach_?|select|"
+              r"slice|narrow|(un)?squeeze_?|unbind|split\w*|chunk|alias|unfold|(un)?flatten|lift_fresh|empty\w*|resize_\w*|"
+              r"result_type|is_\w+|item|_local_scalar_dense|resolve_\w+)$"),
+    ("copies", r"copy|::to$|clone|contiguous|::cat|stack|fill|zero|ones|full|pad|repeat"),
+    ("reductions", r"::(sum|mean|max|min|amax|amin|argmax|argmin|prod|all|any|std|var|var_mean|cumsum|logsumexp)$"),
+    ("elementwise", r"^aten::"),
+))  # fmt: skip
+"""(kind, pattern of the operations' names): the first that fits."""
+
+UNKNOWN = ("indexing", "recurrent", "compiled", "other")
+"""Kinds whose bytes their shapes do not show."""
+
+BACKWARD = 2.0
+"""FLOPs of a backward in times of its forward's: the gradients of both operands."""
+
+DTYPES = {"float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
+"""Names of dtypes in a trace."""
+
+SIZES = {"double": 8, "long": 8, "long int": 8, "c10::BFloat16": 2, "c10::Half": 2, "bool": 1, "unsigned char": 1}
+"""Bytes of an element by its name in a trace; of others four."""
+
+SHAPES = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
+"""What a trace with shapes knows of arguments."""
+
+
+def measure_rates(device: str, dtypes: Sequence[str]) -> Rates:
+    """What the device reaches in this process, with its own threads and settings, by the probes' operations.
+
+    Args:
+        device: "cpu" or "cuda".
+        dtypes: Of the products.
+    """
+    place = torch.device(device)
+    shape = (CUDA_BRIEF_SHAPES if device == "cuda" else CPU_BRIEF_SHAPES)[-1]
+    with torch.random.fork_rng(), torch.no_grad():
+        products = {dtype: _rate(matmul(place, dtype, shape), place) for dtype in dtypes}
+        copy = next(one for one in bandwidth_operations(place, cache_bytes=None) if one.kind == "copy")
+        return Rates(
+            flops_per_s={dtype: rate for dtype, rate in products.items() if rate is not None},
+            bytes_per_s=_rate(copy, place),
+            launch_s=probe_launch(place, repeats=5).value or 0.0,
+        )
+
+
+def _rate(operation: Operation, place: torch.device) -> float | None:
+    """Work in a second; None where it does not run here."""
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        sampler = Sampler(operation.build(), device=place, limit_s=SAMPLE_S)
+        while sampler.wants_more:
+            sampler.sample()
+        return operation.work / sampler.timing().seconds
+    return None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Call:
+    """One call of an operation on the host.
+
+    Attributes:
+        kind: Of the outermost operation that it runs in; None: it runs in none.
+        inside_us: What it calls takes so long.
+        works: Whether it does the work itself, and nothing that it calls.
+        counted: Whether it runs inside of a product that was counted whole.
+    """
+
+    event: Mapping[str, Any]
+    kind: str | None
+    inside_us: float = 0.0
+    works: bool = True
+    counted: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sum:
+    """What the calls of one kind do together."""
+
+    seconds: float = 0.0
+    calls: int = 0
+    nbytes: float = 0.0
+    flops: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    forwards: int = 0
+    backwards: int = 0
+
+
+def read_operations(trace: Mapping[str, Any], steps: int, whole_s: float, rates: Rates) -> tuple[Operations, ...]:
+    """The kinds of operations of a trace, that of most time first; what is between them last.
+
+    Args:
+        trace: Chrome's format, with the shapes of the inputs.
+        steps: How many steps it has.
+        whole_s: Seconds of these steps.
+        rates: What the device reaches.
+    """
+    events = [one for one in trace.get("traceEvents", ()) if one.get("ph") == "X"]
+    on_device: dict[Any, float] = defaultdict(float)
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            on_device[event.get("args", {}).get("External id")] += event["dur"] / 1e6
+    sums: dict[str, _Sum] = defaultdict(_Sum)
+    for call in _calls(events):
+        one = sums[call.kind or _kind_outside(str(call.event["name"]))]
+        own_s = max(0.0, call.event["dur"] - call.inside_us) / 1e6
+        one.seconds += on_device.get(call.event.get("args", {}).get("External id"), 0.0) if on_device else own_s
+        if call.kind is not None and not call.counted:
+            _count(one, call)
+    found = [_operations(kind, one, steps, whole_s, rates) for kind, one in sums.items() if one.seconds > 0]
+    between = Operations(
+        kind="device idle" if on_device else "between operations",
+        seconds=max(0.0, whole_s - sum(one.seconds for one in sums.values())) / steps,
+        share=max(0.0, 1 - sum(one.share for one in found)),
+    )
+    return (*sorted(found, key=lambda one: -one.seconds), between)
+
+
+def kind_of(name: str) -> str:
+    """The kind of an operation by its name in a trace."""
+    return next((kind for kind, pattern in KINDS if pattern.search(name)), "other")
+
+
+def _kind_outside(name: str) -> str:
+    """The kind of what is no operation itself: compiled code, or nodes of autograd."""
+    return "compiled" if "Compiled" in name or "triton" in name else "other"
+
+
+def _calls(events: Sequence[Mapping[str, Any]]) -> Iterator[_Call]:
+    """The calls on the host: each knows the operation that it runs in, and whether it does the work."""
+    threads: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "cpu_op" or str(event["name"]).startswith("Optimizer.step"):
+            threads[event.get("pid"), event.get("tid")].append(event)
+    for own in threads.values():
+        open_: list[_Call] = []
+        calls = []
+        for event in sorted(own, key=lambda one: (one["ts"], -one["dur"])):
+            while open_ and event["ts"] >= open_[-1].event["ts"] + open_[-1].event["dur"]:
+                open_.pop()
+            outer, name = open_[-1] if open_ else None, str(event["name"])
+            kind = outer.kind if outer else None
+            if kind is None:
+                is_step = name.startswith("Optimizer.step")
+                kind = "optimizer" if is_step else kind_of(name) if name.startswith(("aten::", "mkldnn")) else None
+            call = _Call(event=event, kind=kind)
+            if outer is not None:
+                outer.inside_us += event["dur"]
+                outer.works = outer.works and kind_of(name) == "views"
+                call.counted = outer.counted or _product(outer.event)[0] is not None
+            open_.append(call)
+            calls.append(call)
+        yield from (call for call in calls if call.event.get("cat") == "cpu_op")
+
+
+def _count(one: _Sum, call: _Call) -> None:
+    """Adds the FLOPs and bytes of a call that does its work itself."""
+    name, arguments = str(call.event["name"]), call.event.get("args", {})
+    flops, result = _product(call.event)
+    one.backwards += name == "aten::convolution_backward" or "scaled_dot_product" in name and "backward" in name
+    if not call.works and flops is None:
+        return
+    one.calls += 1
+    if kind_of(name) == "views":
+        return
+    shapes, types = arguments.get("Input Dims", []), arguments.get("Input type", [])
+    sizes = [_size(shape, of) for shape, of in zip(shapes, types, strict=False)]
+    lists = sum(_is_list(shape) for shape in shapes)
+    dtype = next((str(of) for of in types if str(of) in DTYPES), "float")
+    if lists > 1:  # parameters, gradients, moments
+        one.nbytes += sum(sizes) * (2 - 1 / lists)
+    elif name in ("aten::copy_", "aten::fill_"):
+        one.nbytes += sum(sizes)
+    else:
+        one.nbytes += sum(sizes) + (max(sizes, default=0.0) if result is None else result * SIZES.get(dtype, 4))
+    if flops is not None:
+        one.flops[DTYPES[dtype]] += flops
+        one.forwards += 1
+
+
+def _product(event: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """(FLOPs, elements of the result) of a product by the shapes of its inputs; None: it is no product."""
+    name, arguments = str(event["name"]).partition("::")[2], event.get("args", {})
+    shapes, concrete = arguments.get("Input Dims", []), arguments.get("Concrete Inputs", [])
+    try:
+        match name.removesuffix("_"):
+            case "mm" | "bmm":
+                a, b = shapes[:2]
+                return 2.0 * math.prod(a) * b[-1], float(math.prod(a[:-1]) * b[-1])
+            case "addmm" | "baddbmm" | "_addmm_activation":
+                a, b = shapes[1:3]
+                return 2.0 * math.prod(a) * b[-1], float(math.prod(a[:-1]) * b[-1])
+            case "mkldnn_linear" | "_linear_pointwise":
+                x, w = shapes[:2]
+                return 2.0 * math.prod(x) * w[0], float(math.prod(x[:-1]) * w[0])
+            case "convolution":
+                return _convolution(shapes[0], shapes[1], concrete)
+        if name.startswith("_scaled_dot_product") and "backward" not in name:
+            q, k, v = shapes[:3]
+            place = 6 if "efficient" in name or "cudnn" in name else 4  # of is_causal
+            masked = len(concrete) > place and str(concrete[place]) == "True"
+            work = 2.0 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+            return work / (2 if masked else 1), float(math.prod(q[:-1]) * v[-1])
+    except (IndexError, TypeError, ValueError):  # an overload with other inputs
+        pass
+    return None, None
+
+
+def _convolution(x: Sequence[int], w: Sequence[int], concrete: Sequence[Any]) -> tuple[float, float]:
+    """(FLOPs, elements of the result) of aten::convolution: input, weight, bias, stride, padding, dilation, ..."""
+    stride, padding, dilation = (_numbers(concrete[place], len(x) - 2) for place in (3, 4, 5))
+    if str(concrete[6]) == "True":  # transposed: each element of the input is spread
+        return 2.0 * math.prod(x) * math.prod(w[1:]), float(math.prod(x))
+    out = [
+        (size + 2 * pad - reach * (kernel - 1) - 1) // step + 1
+        for size, kernel, step, pad, reach in zip(x[2:], w[2:], stride, padding, dilation, strict=True)
+    ]
+    return 2.0 * x[0] * math.prod(out) * math.prod(w), float(x[0] * w[0] * math.prod(out))
+
+
+def _numbers(text: Any, count: int) -> list[int]:
+    """`[1, 1]` as numbers; one for all is repeated."""
+    found = [int(one) for one in re.findall(r"-?\d+", str(text))]
+    return found * count if len(found) == 1 else found
+
+
+def _is_list(shape: Any) -> bool:
+    """Whether an input is a list of tensors."""
+    return isinstance(shape, list) and bool(shape) and isinstance(shape[0], list)
+
+
+def _size(shape: Any, of: Any) -> float:
+    """Bytes of an input: a tensor, or a list of them."""
+    if _is_list(shape):
+        return sum(_size(one, of) for one in shape)
+    numbers = isinstance(shape, list) and bool(shape) and all(isinstance(one, int) for one in shape)
+    return float(math.prod(shape) * SIZES.get(str(of), 4)) if numbers else 0.0
+
+
+def _operations(kind: str, one: _Sum, steps: int, whole_s: float, rates: Rates) -> Operations:
+    more = 1 + BACKWARD * one.backwards / one.forwards if one.forwards else 1.0
+    flops = {dtype: more * count for dtype, count in one.flops.items()}
+    needs: dict[Bound, float] = {
+        "compute": sum(n / rates.flops_per_s[dtype] for dtype, n in flops.items() if dtype in rates.flops_per_s),
+        "memory": one.nbytes / rates.bytes_per_s if rates.bytes_per_s else 0.0,
+        "launch": one.calls * rates.launch_s,
+    }
+    bound = max(needs, key=lambda name: needs[name])
+    known = kind not in UNKNOWN and needs[bound] > 0
+    return Operations(
+        kind=kind,
+        seconds=one.seconds / steps,
+        share=one.seconds / whole_s,
+        calls=one.calls / steps,
+        flops_per_s=sum(flops.values()) / one.seconds or None,
+        bytes_per_s=one.nbytes / one.seconds if known and one.nbytes else None,
+        bound=bound if known else None,
+        of_rate=needs[bound] / one.seconds if known else None,
+    )
+
+
+def without_shapes(trace: Mapping[str, Any]) -> dict[str, Any]:
+    """The trace without shapes and values of arguments, for Perfetto."""
+    events = []
+    for one in trace.get("traceEvents", ()):
+        known = one.get("args")
+        if isinstance(known, dict):
+            one = one | {"args": {name: value for name, value in known.items() if name not in SHAPES}}
+        events.append(one)
+    return {**trace, "traceEvents": events}

@@ -1,0 +1,135 @@
+"""The roofline: kinds, FLOPs and bytes of a trace, and which bound needs most time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from autoplan.planner.diagnose.records import Operations, Rates
+from autoplan.planner.diagnose.roofline import kind_of, measure_rates, read_operations, without_shapes
+
+RATES = Rates(flops_per_s={"float32": 1e9}, bytes_per_s=1e9, launch_s=1e-6)
+
+
+def event(name: str, ts: float, us: float, *shapes: object, cat: str = "cpu_op", external: int = -1) -> dict[str, Any]:
+    """A complete event of a trace, with inputs in fp32."""
+    arguments = {"Input Dims": list(shapes), "Input type": ["float"] * len(shapes), "External id": external}
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": us, "args": arguments}
+
+
+def read(*events: dict[str, Any], whole_s: float = 0.1) -> dict[str, Operations]:
+    return {one.kind: one for one in read_operations({"traceEvents": list(events)}, 1, whole_s, RATES)}
+
+
+def test_each_kind_has_the_bound_that_needs_most_time() -> None:
+    found = read(
+        event("aten::linear", 0, 4000, [100, 100], [100, 100], [100]),
+        event("aten::addmm", 0, 4000, [100], [100, 100], [100, 100]),
+        event("aten::add", 5000, 24_000, [1_000_000], [1_000_000]),
+        *(event("aten::sum", 40_000 + 20 * n, 10, [4]) for n in range(100)),
+        event("Optimizer.step#SGD.step", 50_000, 3000, cat="user_annotation"),
+        event("aten::add_", 50_500, 1000, [1000], [1000]),
+    )
+    products, sums = found["matrix products"], found["reductions"]
+    assert products.calls == 1 and products.seconds == pytest.approx(4e-3) and products.bound == "compute"
+    assert products.of_rate == pytest.approx(0.5)  # 2e6 FLOP at 1e9 in 2 ms
+    assert found["elementwise"].bound == "memory"
+    assert found["elementwise"].of_rate == pytest.approx(0.5)  # 12 MB in 12 ms
+    assert sums.bound == "launch" and sums.calls == 100 and sums.of_rate == pytest.approx(0.1)
+    assert found["optimizer"].seconds == pytest.approx(1e-3)
+    *_, between = found
+    assert between == "between operations" and sum(one.share for one in found.values()) == pytest.approx(1.0)
+
+
+def test_on_a_gpu_the_time_is_that_of_the_kernels() -> None:
+    found = read(
+        event("aten::mm", 0, 5, [100, 100], [100, 100], external=7),
+        event("gemm", 3, 4000, cat="kernel", external=7),
+        whole_s=0.01,
+    )
+    assert found["matrix products"].seconds == pytest.approx(4e-3)
+    assert found["device idle"].share == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("aten::native_layer_norm_backward", "norm"),
+        ("aten::normal_", "elementwise"),
+        ("aten::_log_softmax", "softmax and loss"),
+        ("aten::embedding_dense_backward", "indexing"),
+        ("aten::t", "views"),
+        ("aten::tanh", "elementwise"),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("aten::baddbmm", "matrix products"),
+        ("aten::copy_", "copies"),
+    ],
+)
+def test_the_kind_of_an_operation(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def traced(step: Callable[[], object], folder: Path) -> dict[str, Any]:
+    """A step's trace with shapes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        step()
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    return json.loads((folder / "trace.json").read_text())
+
+
+def test_flops_of_a_real_step_are_those_of_torchs_counter(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 16))
+    inputs = torch.randn(4, 3, 16, 16, requires_grad=True)
+
+    def step() -> None:
+        model(inputs).square().mean().backward()
+
+    with FlopCounterMode(display=False) as counter:
+        step()
+    found = read_operations(traced(step, tmp_path), 1, 1.0, RATES)
+    total = sum(one.flops_per_s * one.seconds for one in found if one.flops_per_s)
+    assert total == pytest.approx(counter.get_total_flops(), rel=1e-3)
+    by_kind = {one.kind: one for one in found}
+    assert by_kind["convolution"].bound == by_kind["matrix products"].bound == "compute"
+
+
+def test_a_fused_optimizer_and_attention_are_read_from_a_real_trace(tmp_path: Path) -> None:
+    query = torch.randn(2, 4, 64, 16, requires_grad=True)
+    weight = nn.Parameter(torch.randn(1000, 100))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+
+    def step() -> None:
+        nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+
+    step()
+    found = {one.kind: one for one in read_operations(traced(step, tmp_path), 1, 1.0, RATES)}
+    attention, fused = found["attention"], found["optimizer"]
+    assert (attention.flops_per_s or 0) * attention.seconds == pytest.approx(6.0 * 2 * 4 * 64 * 64 * 16)
+    assert (fused.bytes_per_s or 0) * fused.seconds == pytest.approx(7 * 400_000, rel=0.1)
+
+
+def test_a_trace_for_perfetto_has_no_shapes() -> None:
+    trace = {"schemaVersion": 1, "traceEvents": [event("aten::mm", 0, 5, [1, 2]), {"ph": "M", "name": "x"}]}
+    kept = without_shapes(trace)
+    assert kept["schemaVersion"] == 1 and kept["traceEvents"][0]["args"] == {"External id": -1}
+    assert trace["traceEvents"][0]["args"]["Input Dims"] == [[1, 2]]  # type: ignore[index]
+
+
+def test_rates_are_measured_and_leave_the_random_numbers_alone() -> None:
+    torch.manual_seed(1)
+    first = torch.rand(1)
+    torch.manual_seed(1)
+    rates = measure_rates("cpu", ["float32", "float64"])
+    assert torch.rand(1) == first
+    assert set(rates.flops_per_s) == {"float32", "float64"} and all(rate > 0 for rate in rates.flops_per_s.values())
+    assert rates.bytes_per_s is not None and rates.bytes_per_s > 0 and rates.launch_s > 0
