@@ -71,6 +71,9 @@ WHAT: Mapping[str, str] = {
     "small_operations": "Python goes through small operations one by one",
     "communication": "the steps wait for the exchange between ranks",
     "bf16": "the matrix products run in fp32 where bf16 is faster",
+    "float64": "the model is in fp64",
+    "checkpointing": "activations are computed again in backward, and there is memory to keep them",
+    "unused_rows": "the optimizer goes over rows of embeddings that the batch did not use",
 }
 
 MEND: Mapping[str, str] = {
@@ -85,6 +88,8 @@ MEND: Mapping[str, str] = {
     "recompilation": "torch.compile(..., dynamic=True), or batches of one shape (drop_last=True, few lengths)",
     "communication": "exchange less often or less: more samples per rank and step, accumulation under model.no_sync(), "
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
+    "float64": "model.float() and inputs in fp32, where that is precise enough. Compare the losses",
+    "checkpointing": "no torch.utils.checkpoint (transformers: gradient_checkpointing=False) while memory is enough",
     "bf16": "run forward and loss in torch.autocast(device, torch.bfloat16); Trainer: bf16=True. Compare the losses",
 }
 
@@ -177,6 +182,15 @@ def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> 
         return "each operation keeps its stack, and each gradient is looked at"
     if switch == "recompilation":
         return f"{_compile_words(seen)}; another process with dynamic=True beside it"
+    if switch == "float64":
+        return "the optimizer has parameters in fp64"
+    if switch == "checkpointing":
+        peak = f"; {format_bytes(seen.memory.peak_bytes)} of memory at the most with it" if seen.memory else ""
+        return f"{facts.recomputed:,.0f} calls of torch.utils.checkpoint in a step{peak}"
+    if switch == "unused_rows":
+        names = " and ".join(facts.unused_rows)
+        own = f"{facts.unused_share:.0%} of all trained numbers are such rows of {names}"
+        return f"{own}; {_part_words(seen, suspect.part)}"
     if switch == "communication":
         return exchange_words(trial, seen)
     if switch == "bf16":
@@ -211,6 +225,11 @@ def _mend(trial: SwitchTrial, seen: Observation, workers_were_tried: bool) -> st
         case "workers":
             once = ", made once, before the epochs" if facts.loader and facts.loader.remade else ""
             return f"DataLoader(..., num_workers={suspect.setting}, persistent_workers=True){once}"
+        case "persistent" if facts.loader and facts.loader.remade:
+            return "make the DataLoader once, before the epochs, with persistent_workers=True"
+        case "unused_rows":
+            names = " and ".join(facts.unused_rows)
+            return f"nn.Embedding(..., sparse=True) for {names}, in SGD or torch.optim.SparseAdam (not quite Adam)"
         case "batches":
             return _mend_of_samples(facts.loader, workers_were_tried)
         case "threads":

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import math
 import sys
 import time
 import weakref
@@ -19,7 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpointing
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, dataloader
 from torch.utils.data._utils import fetch
 
@@ -32,6 +35,13 @@ KEPT_BATCHES = 4
 
 ANCHOR_LOST = 50
 """Steps of other optimizers after which the one that marks the steps is taken to be gone."""
+
+LARGE_TABLE, LEAST_UNUSED = 1 << 18, 0.5
+"""Elements of an embedding, and the share of its rows without a gradient, from which on it is one to look at."""
+
+OF_CHECKPOINT = frozenset({"use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state",
+                           "early_stop"})  # fmt: skip
+"""Keywords of torch.utils.checkpoint.checkpoint itself."""
 
 SYNCS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
 """Calls that read a tensor on the host."""
@@ -68,6 +78,8 @@ class Hooks:
 
     Attributes:
         kept: Names of the user's that keep graphs; `cut`: take them off after each step, since these lengths.
+        recomputed: Calls of torch.utils.checkpoint; with `keeps_activations` they compute nothing again.
+        left_out: Parameters that the optimizer passes over.
     """
 
     def __init__(self, clock: Clock, sandbox: Sandbox, on_step: Callable[[], None]) -> None:
@@ -79,6 +91,8 @@ class Hooks:
         self.modules = ModuleHooks(clock, self.is_trained, self.loaders.note_training)
         self.kept: tuple[str, ...] = ()
         self.cut: dict[str, int] | None = None
+        self.recomputed, self.keeps_activations = 0, False
+        self.left_out: list[torch.nn.Parameter] = []
         self._trained: set[int] | None = None
         self._missed = 0
         self._depth = 0
@@ -94,6 +108,7 @@ class Hooks:
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             setattr(torch.nn.utils, name, clock.region(getattr(torch.nn.utils, name), "optimizer", skip=False))
         torch.autograd.backward = self._backward(torch.autograd.backward)
+        checkpointing.checkpoint = self._checkpointed(checkpointing.checkpoint)
         torch.save = clock.region(self._moved(torch.save, 1), "saving")
         builtins.print = clock.region(builtins.print, "logging")
         logging.Logger._log = clock.region(logging.Logger._log, "logging")  # type: ignore[method-assign]
@@ -135,6 +150,8 @@ class Hooks:
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
+        for parameter in self.left_out:
+            parameter.grad = None
         if self.clock.here:
             self.clock.enter("optimizer")
 
@@ -175,7 +192,31 @@ class Hooks:
             look(module, type(module).__name__)
         return found
 
+    def unused_rows(self) -> dict[str, tuple[torch.nn.Parameter, float]]:
+        """Large tables of embeddings, and the share of their rows whose gradient was nothing but zeros."""
+        found: dict[str, tuple[torch.nn.Parameter, float]] = {}
+        for outer in list(self.modules.called):
+            for name, module in outer.named_modules():
+                gradient = module.weight.grad if isinstance(module, torch.nn.Embedding) else None
+                whole = type(gradient) is torch.Tensor and gradient.dim() == 2 and not gradient.is_sparse
+                if gradient is not None and whole and gradient.numel() >= LARGE_TABLE:
+                    share = 1 - float(gradient.any(dim=1).float().mean())
+                    if share >= LEAST_UNUSED:
+                        found[f"{type(outer).__name__}.{name}".rstrip(".")] = module.weight, share
+        return found
+
     # Functions.
+
+    def _checkpointed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpoint(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(run, *args, **kwargs)
+            self.recomputed += self.clock.here
+            if self.keeps_activations:
+                return run(*args, **{name: one for name, one in kwargs.items() if name not in OF_CHECKPOINT})
+            return function(run, *args, **kwargs)
+
+        return checkpoint
 
     def _backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         timed = self.clock.region(function, "backward", skip=False)
@@ -258,6 +299,7 @@ class LoaderHooks:
         self.padding: list[float] = []
         self._owner: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()
         self._fresh: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._given_instead: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._other: Any = None
         self._other_iterator: Any = None
         self._last: Any = None
@@ -289,6 +331,8 @@ class LoaderHooks:
         def start(loader: Any) -> Any:
             if not self.clock.here or loader is self._other:
                 return function(loader)
+            if self.is_main(loader) and self.gives_instead and length_of(loader) is not None:
+                return Epoch(self, loader)
             self.clock.enter("data")
             began = time.perf_counter()
             try:
@@ -305,16 +349,44 @@ class LoaderHooks:
         return start
 
     def is_main(self, loader: Any) -> bool:
-        """Whether this is the loader of the training: the one that gave a batch before a forward with gradients."""
-        return loader is self.loader
+        """Whether this is the loader of the training: the one that gave a batch before a forward with gradients.
+
+        One that the script makes for each epoch has followers that are like it.
+        """
+        return loader is self.loader or (self.remade and self._is_like(loader))
+
+    def _is_like(self, loader: Any) -> bool:
+        own = self.loader
+        same = own is not None and loader.dataset is own.dataset
+        return own is not None and same and (loader.batch_size, loader.num_workers) == (own.batch_size, own.num_workers)
 
     def note_training(self) -> None:
         """Notes a forward with gradients."""
-        if self._last is not None and self._last is not self.loader:
-            self.remade = self.loader is not None and self._last.dataset is self.loader.dataset
-            self.loader, self.starts = self._last, 0
+        last, self._last = self._last, None
+        if last is None or last is self.loader:
+            return
+        self.remade = self._is_like(last)
+        self.loader = last
+        if not self.remade:
+            self.starts = 0
             self.batches.clear()
-        self._last = None
+
+    @property
+    def gives_instead(self) -> bool:
+        """Whether the batches of the training come from elsewhere now."""
+        return bool(self.workers or (self.replay and self.batches))
+
+    def instead(self, loader: Any) -> Any:
+        """A batch that does not come from the script's loader."""
+        self.clock.enter("data")
+        try:
+            if self.workers:
+                return self._from_workers(loader)
+            self._next += 1
+            batch = self.batches[self._next % len(self.batches)]
+            return cropped(batch) if self.crop else shallow(batch)
+        finally:
+            self.clock.leave()
 
     def _given(self, function: Callable[..., Any]) -> Callable[..., Any]:
         clock = self.clock
@@ -325,14 +397,15 @@ class LoaderHooks:
                 return function(iterator)
             if "evaluation" in clock.skipped and loader is not self.loader:
                 return self._once(iterator, function)
+            if self.gives_instead and self.is_main(loader):
+                self._given_instead[iterator] = given = self._given_instead.get(iterator, 0) + 1
+                if iterator._num_yielded + given > (length_of(loader) or math.inf):
+                    raise StopIteration  # as the script's own epoch ends
+                return self.instead(loader)
             clock.enter("data")
             began = time.perf_counter()
             try:
-                if self.is_main(loader) and self.replay and self.batches:
-                    self._next += 1
-                    batch = self.batches[self._next % len(self.batches)]
-                    return cropped(batch) if self.crop else shallow(batch)
-                batch = self._from_workers(loader) if self.is_main(loader) and self.workers else function(iterator)
+                batch = function(iterator)
                 return self._seen(iterator, loader, batch, time.perf_counter() - began)
             finally:
                 if self.is_main(loader):
@@ -397,6 +470,44 @@ class LoaderHooks:
                 self.make_s += time.perf_counter() - began - inside[0]
 
         return fetched
+
+
+class Epoch:
+    """An epoch that begins while its batches come from elsewhere: its own workers start once they are asked.
+
+    Args:
+        hooks: Know where a batch comes from now.
+        loader: The script's.
+    """
+
+    def __init__(self, hooks: LoaderHooks, loader: Any) -> None:
+        self.hooks, self.loader = hooks, loader
+        self.own: Any = None
+        self.left = len(loader)
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __next__(self) -> Any:
+        if self.left <= 0:
+            raise StopIteration
+        self.left -= 1
+        if self.own is None:
+            if self.hooks.gives_instead:
+                return self.hooks.instead(self.loader)
+            self.own = iter(self.loader)
+        return next(self.own)
+
+
+def length_of(loader: Any) -> int | None:
+    """The batches of an epoch; None where the loader does not know."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def with_workers(loader: Any, workers: int) -> DataLoader[Any]:
@@ -485,6 +596,7 @@ class ModuleHooks:
 
     Attributes:
         autocast: Run the forward in bf16 autocast.
+        single: Give the forward fp32 in place of fp64, and take its outputs as fp64.
         anomaly: Whether the anomaly detection of autograd was on in a forward.
         called: The outermost modules.
     """
@@ -493,7 +605,7 @@ class ModuleHooks:
         self, clock: Clock, is_trained: Callable[[torch.nn.Module], bool | None], on_training: Callable[[], None]
     ) -> None:
         self.clock, self.is_trained, self.on_training = clock, is_trained, on_training
-        self.autocast, self.anomaly = False, False
+        self.autocast, self.anomaly, self.single = False, False, False
         self.device = "cpu"
         self.called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.low_precision = False
@@ -535,6 +647,8 @@ class ModuleHooks:
         return call
 
     def _outermost(self, function: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.single:
+            function = in_single(function)
         trained = self._is_trained(module)
         if trained and not torch.is_grad_enabled() and not module.training:
             return self._evaluate(function, module, args, kwargs)
@@ -580,6 +694,20 @@ class ModuleHooks:
             return function(module, mode)
 
         return train
+
+
+def in_single(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, given fp32 in place of fp64; its outputs are fp64 as before."""
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        floats = (torch.float32, torch.float64)
+        return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in floats else x, value)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast((args, kwargs), torch.float32)
+        return cast(function(*args, **kwargs), torch.float64)
+
+    return run
 
 
 def _shapes(value: Any) -> Any:

@@ -220,6 +220,13 @@ class Facts(Record):
     rates: Rates | None = None
     throttled: float = 0.0
     """Share of the time in which the limit on CPU time of the cgroup stopped this process."""
+    float64: bool = False
+    """Whether the optimizer has parameters in fp64."""
+    recomputed: float = 0.0
+    """Calls of torch.utils.checkpoint in a step."""
+    unused_rows: tuple[str, ...] = ()
+    """Embeddings of which a batch uses few rows; `unused_share` is that of all trained numbers in their other rows."""
+    unused_share: float = 0.0
     exchange: Exchange | None = None
     """What it exchanges with other ranks; None where it is alone."""
 

@@ -215,7 +215,7 @@ class Session:
         self._tell("looking at the steps as they are")
         self.clock.forget()
         self.hooks.loaders.restart()
-        self.hooks.collectives.calls = 0
+        self.hooks.collectives.calls = self.hooks.recomputed = 0
         self.hooks.modules.anomaly = False
         sampler, began, compiled = LineSampler(self.clock, self._meter.read_bytes), time.monotonic(), compile_seconds()
         memory, sizes = [self._meter.read_bytes()], sizes_of_names()
@@ -271,6 +271,8 @@ class Session:
         device = parameters[0].device.type if parameters else "cpu"
         hooks.modules.device = device
         low = hooks.modules.low_precision or any(one.dtype in (torch.bfloat16, torch.float16) for one in parameters)
+        unused = hooks.unused_rows()
+        all_numbers = sum(one.numel() for one in parameters) or 1
         syncs = [SyncLine(line=line, calls=n / steps, seconds=s / steps) for line, n, s in sync_lines(self.clock)[:5]]
         found = None
         if loader is not None and loaders.got:
@@ -302,6 +304,10 @@ class Session:
             graph_breaks=graph_breaks(),
             bf16_gain=None if low else bf16_gain(rates),
             rates=rates,
+            float64=any(one.dtype == torch.float64 for one in parameters),
+            recomputed=hooks.recomputed / steps,
+            unused_rows=tuple(unused),
+            unused_share=sum(share * one.numel() for one, share in unused.values()) / all_numbers,
             exchange=hooks.collectives.facts(list(hooks.modules.called), steps) if self.peers.ranks > 1 else None,
         )
 

@@ -45,7 +45,11 @@ def _of_loader(seen: Observation) -> list[Suspect]:
     if not loader.iterable and more <= MOST_WORKERS:
         found += [workers_suspect(seen, more)]
     worth = found[0].worth - 0.001 if found else share  # the mend goes before its bound
-    found += [Suspect(switch="batches", part="data", worth=worth, settle_back=made_ahead(loader))]
+    cycle = _cycle(seen, "data")
+    first = cycle if loader.workers else 1  # the epoch whose workers run already
+    found += [
+        Suspect(switch="batches", part="data", worth=worth, cycle=cycle, settle=first, settle_back=made_ahead(loader))
+    ]
     epoch = loader.epoch_steps
     if loader.workers and not loader.persistent and epoch and loader.start_s > LEAST_SHARE * seen.mean_s:
         steps = math.ceil(epoch)
@@ -58,6 +62,12 @@ def _of_loader(seen: Observation) -> list[Suspect]:
     return found
 
 
+def _cycle(seen: Observation, part: Part) -> int:
+    """Steps after which a part comes again."""
+    own = next(one for one in seen.parts if one.part == part)
+    return 1 if own.events >= EACH_STEP * seen.steps else own.every
+
+
 def made_ahead(loader: LoaderFacts) -> int:
     """Steps until the batches are used up that the script's own workers have made while others were given."""
     return loader.workers * PREFETCH + 1
@@ -65,14 +75,14 @@ def made_ahead(loader: LoaderFacts) -> int:
 
 def workers_suspect(seen: Observation, workers: int) -> Suspect:
     """The loader with so many workers: their first batches come together, and late."""
-    loader, share = seen.facts.loader, seen.share("data")
+    loader, share, cycle = seen.facts.loader, seen.share("data"), _cycle(seen, "data")
     assert loader is not None
     return Suspect(
         switch="workers",
         setting=workers,
         part="data",
         worth=share * (1 - max(1, loader.workers) / workers),
-        cycle=workers,
+        cycle=cycle * math.ceil(workers / cycle),
         settle=workers + 1,
         settle_back=made_ahead(loader),
     )
@@ -90,9 +100,8 @@ def _of_parts(seen: Observation) -> list[Suspect]:
     for one in seen.parts:
         for part, switch in names:
             if one.part == part and one.share >= LEAST_SHARE:
-                cycle = 1 if one.events >= EACH_STEP * seen.steps else one.every
                 less = 0.001 if switch == "gc" else 0.0  # after the one that keeps a collector
-                found.append(Suspect(switch=switch, part=part, worth=one.share - less, cycle=cycle))
+                found.append(Suspect(switch=switch, part=part, worth=one.share - less, cycle=_cycle(seen, part)))
     return found
 
 
@@ -106,6 +115,13 @@ def _of_process(seen: Observation) -> list[Suspect]:
         )
     if facts.can_fuse and seen.share("optimizer") >= LEAST_OPTIMIZER:
         found.append(Suspect(switch="fused", part="optimizer", worth=seen.share("optimizer") / 2))
+    if facts.unused_rows and facts.exchange is None:
+        worth = seen.share("optimizer") * facts.unused_share
+        found.append(Suspect(switch="unused_rows", part="optimizer", worth=worth))
+    if facts.float64 and facts.exchange is None:
+        found.append(Suspect(switch="float64", part="forward", worth=work / 2, settle=2, settle_back=2))
+    if facts.recomputed:
+        found.append(Suspect(switch="checkpointing", part="backward", worth=seen.share("forward"), settle=2))
     if facts.padding >= LEAST_PADDING:
         found.append(Suspect(switch="padding", part="forward", worth=facts.padding * work))
     if facts.needless and facts.exchange is None:  # DDP waits for all gradients that it knows

@@ -49,6 +49,8 @@ def _persistent(hooks: Hooks, setting: int) -> Undo:
     loader: Any = hooks.loaders.loader
     if loader is None:
         return lambda: None  # a rank without a loader
+    if hooks.loaders.remade:
+        return _workers(hooks, loader.num_workers)  # of one loader for all epochs
     vars(loader)["persistent_workers"] = True  # its own __setattr__ refuses that
 
     def undo() -> None:
@@ -136,6 +138,48 @@ def _communication(hooks: Hooks, setting: int) -> Undo:
     return undo
 
 
+def _single(hooks: Hooks, setting: int) -> Undo:
+    """Parameters, buffers and the optimizers' states in fp32, and so the forward."""
+    modules, optimizers = list(hooks.modules.called), list(hooks.optimizers)
+    own: list[torch.Tensor] = [one for module in modules for one in (*module.parameters(), *module.buffers())]
+    own += [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    named = [(state, name) for state in states for name, one in state.items() if _is_double(one)]
+    own = [one for one in own if _is_double(one)]
+
+    def turn(dtype: torch.dtype) -> None:
+        for one in own:
+            one.data, one.grad = one.data.to(dtype), None
+        for state, name in named:
+            state[name] = state[name].to(dtype)
+        hooks.modules.single = dtype == torch.float32
+
+    turn(torch.float32)
+    return lambda: turn(torch.float64)
+
+
+def _is_double(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float64
+
+
+def _unused_rows(hooks: Hooks, setting: int) -> Undo:
+    hooks.left_out = [parameter for parameter, _ in hooks.unused_rows().values()]
+
+    def undo() -> None:
+        hooks.left_out = []
+
+    return undo
+
+
+def _activations(hooks: Hooks, setting: int) -> Undo:
+    hooks.keeps_activations = True
+
+    def undo() -> None:
+        hooks.keeps_activations = False
+
+    return undo
+
+
 def _graphs(hooks: Hooks, setting: int) -> Undo:
     hooks.cut = {}
 
@@ -159,6 +203,9 @@ SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
     "padding": _flag("loaders", "crop"),
     "needless_gradients": _needless,
     "anomaly": _anomaly,
+    "float64": _single,
+    "unused_rows": _unused_rows,
+    "checkpointing": _activations,
     "communication": _communication,
     "graphs": _graphs,
     "bf16": _flag("modules", "autocast"),

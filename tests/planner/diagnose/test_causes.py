@@ -35,6 +35,10 @@ from tests.planner.diagnose.test_diagnose import SCRIPTS, diagnose
                 ("anomaly.py", "anomaly", 1.2),
                 ("gc_heap.py", "freeze", 1.5),
                 ("epochs.py", "persistent", 1.5),
+                ("remade.py", "persistent", 1.5),
+                ("tables.py", "unused_rows", 1.5),
+                ("double.py", "float64", 1.2),
+                ("checkpointed.py", "checkpointing", 1.1),
             )
         ),
     ],

@@ -12,6 +12,7 @@ from autoplan.planner.diagnose.clock import stack_of
 from autoplan.planner.diagnose.findings import find_causes, notes_of
 from autoplan.planner.diagnose.records import (
     Answer,
+    Exchange,
     Facts,
     LoaderFacts,
     Observation,
@@ -70,6 +71,27 @@ def test_more_workers_are_measured_before_their_bound_also_where_there_are_as_ma
     assert [one.key for one in find_suspects(observation())] == ["workers=2", "batches"]
     assert [one.key for one in find_suspects(observation(workers=2))] == ["workers=4", "batches"]
     assert [one.key for one in find_suspects(observation(workers=16))] == ["batches"]
+
+
+def test_a_wait_that_comes_with_each_epoch_is_measured_in_whole_epochs() -> None:
+    seen = observation(workers=2)
+    seen = seen.model_copy(
+        update={"parts": tuple(one.model_copy(update={"events": 4, "every": 5}) for one in seen.parts)}
+    )
+    assert [(one.key, one.cycle) for one in find_suspects(seen)] == [("workers=4", 5), ("batches", 5)]
+
+
+def test_what_is_seen_of_the_model_is_suspected_and_not_where_ranks_exchange_it() -> None:
+    seen = observation()
+    parts = (*seen.parts, PartTime(part="optimizer", seconds=0.03, low=0.03, high=0.03, share=0.3, events=20))
+    facts = seen.facts.model_copy(
+        update={"float64": True, "recomputed": 8.0, "unused_rows": ("Model.user",), "unused_share": 0.9}
+    )
+    keys = {one.key for one in find_suspects(seen.model_copy(update={"parts": parts, "facts": facts}))}
+    assert {"float64", "unused_rows"} <= keys and "checkpointing" not in keys  # there is no forward to do again
+    shared = facts.model_copy(update={"exchange": Exchange(ddp=True, gradient_bytes=8, calls=0)})
+    keys = {one.key for one in find_suspects(seen.model_copy(update={"parts": parts, "facts": shared}))}
+    assert not keys & {"float64", "unused_rows"}
 
 
 def test_what_failed_is_not_said_to_have_had_no_time() -> None:

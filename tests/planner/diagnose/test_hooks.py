@@ -1,0 +1,146 @@
+"""The hooks and switches in one process: what they take away is away, and comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset, dataloader
+from torch.utils.data._utils import fetch
+
+from autoplan.planner.diagnose.clock import Clock
+from autoplan.planner.diagnose.hooks import Hooks, LoaderHooks, in_single
+from autoplan.planner.diagnose.records import Suspect
+from autoplan.planner.diagnose.sandbox import Sandbox
+from autoplan.planner.diagnose.switches import Undo, remove
+
+
+def hooks_in(folder: Path) -> Hooks:
+    return Hooks(Clock(), Sandbox(folder), lambda: None)
+
+
+def without(hooks: Hooks, switch: str) -> Undo:
+    return remove(hooks, Suspect(switch=switch, part="forward", worth=0.5))
+
+
+@pytest.fixture
+def loaders(monkeypatch: pytest.MonkeyPatch) -> LoaderHooks:
+    """Hooks of DataLoaders, which are taken away after the test."""
+    hooks = LoaderHooks(Clock())
+    monkeypatch.setattr(DataLoader, "__iter__", DataLoader.__iter__)
+    monkeypatch.setattr(dataloader._BaseDataLoaderIter, "__next__", dataloader._BaseDataLoaderIter.__next__)
+    monkeypatch.setattr(fetch._MapDatasetFetcher, "fetch", fetch._MapDatasetFetcher.fetch)
+    hooks.install()
+    return hooks
+
+
+DATA = TensorDataset(torch.arange(6.0))
+
+
+def epoch(hooks: LoaderHooks, loader: DataLoader[tuple[torch.Tensor, ...]] | None = None) -> list[float]:
+    """Trains an epoch of three batches; the first number of each."""
+    seen = []
+    for (batch,) in loader or DataLoader(DATA, batch_size=2):
+        hooks.note_training()
+        seen.append(float(batch[0]))
+    return seen
+
+
+def test_a_loader_that_is_made_for_each_epoch_is_one_loader(loaders: LoaderHooks) -> None:
+    epoch(loaders)
+    assert not loaders.remade
+    epoch(loaders)
+    assert loaders.remade
+    loaders.restart()
+    epoch(loaders)
+    assert loaders.starts == 1 and loaders.got == 3
+    epoch(loaders, DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2))
+    assert not loaders.remade  # another dataset
+
+
+@pytest.mark.parametrize("remade", [False, True])
+def test_an_epoch_of_known_batches_is_as_long_as_the_scripts_own(loaders: LoaderHooks, remade: bool) -> None:
+    loader = None if remade else DataLoader(DATA, batch_size=2)
+    for _ in range(3):
+        assert epoch(loaders, loader) == [0.0, 2.0, 4.0]
+    made = loaders.got
+    loaders.replay = True
+    assert len(epoch(loaders, loader)) == 3 and loaders.got == made
+    iterator = iter(loader or DataLoader(DATA, batch_size=2))
+    next(iterator)
+    loaders.replay = False
+    assert [float(batch[0]) for (batch,) in iterator] == [0.0, 2.0]  # its own, from the start, to the end of the epoch
+    iterator = iter(loader or DataLoader(DATA, batch_size=2))
+    next(iterator)
+    loaders.replay = True
+    assert len(list(iterator)) == 2
+
+
+def test_activations_are_kept_while_checkpointing_is_removed(tmp_path: Path) -> None:
+    hooks, calls = hooks_in(tmp_path), []
+
+    def run(x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        calls.append(scale)
+        return scale * x.sin()
+
+    def step() -> int:
+        calls.clear()
+        own(run, torch.ones(3, requires_grad=True), scale=2.0, use_reentrant=False).sum().backward()
+        return len(calls)
+
+    own = hooks._checkpointed(checkpoint)
+    assert step() == 2
+    undo = without(hooks, "checkpointing")
+    assert step() == 1
+    undo()
+    assert step() == 2 and hooks.recomputed == 3
+
+
+def test_rows_that_a_batch_did_not_use_are_left_to_the_optimizer_no_more(tmp_path: Path) -> None:
+    hooks = hooks_in(tmp_path)
+    model = nn.Sequential(nn.Embedding(4096, 128), nn.Linear(128, 1))
+    hooks.modules.called.add(model)
+    assert hooks.unused_rows() == {}
+    model(torch.tensor([1, 5, 5])).sum().backward()
+    ((name, (table, share)),) = hooks.unused_rows().items()
+    assert name == "Sequential.0" and share == pytest.approx(1 - 2 / 4096)
+    undo = without(hooks, "unused_rows")
+    hooks._before_optimizer(None, (), {})
+    assert table.grad is None and model[1].weight.grad is not None
+    undo()
+    model.zero_grad()
+    model(torch.arange(4096)).sum().backward()
+    assert hooks.unused_rows() == {}
+
+
+def test_a_model_in_fp64_trains_in_fp32_while_that_is_removed(tmp_path: Path) -> None:
+    hooks = hooks_in(tmp_path)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    optimizer = torch.optim.Adam(model.parameters())
+    hooks.modules.called.add(model)
+    hooks.optimizers.add(optimizer)
+    call = in_single(nn.Module.__call__)
+
+    def step(single: bool) -> None:
+        outputs = (call if single else nn.Module.__call__)(model, torch.randn(8, 4, dtype=torch.float64))
+        loss = (outputs - torch.zeros(8, 4, dtype=torch.float64)).square().mean()
+        assert loss.dtype == torch.float64
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def dtypes() -> set[torch.dtype]:
+        states = [one for state in optimizer.state.values() for name, one in state.items() if name != "step"]
+        return {one.dtype for one in (*model.parameters(), *states, model[1].running_mean)}
+
+    step(False)
+    undo = without(hooks, "float64")
+    assert hooks.modules.single and dtypes() == {torch.float32}
+    step(True)
+    undo()
+    assert not hooks.modules.single and dtypes() == {torch.float64}
+    assert optimizer.state[model[0].weight]["step"].dtype == torch.float32  # as it was
+    step(False)
