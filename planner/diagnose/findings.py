@@ -19,10 +19,10 @@ from autoplan.planner.diagnose.records import (
     LoaderFacts,
     Observation,
     Part,
-    PartTime,
     Repeated,
     Stack,
     SwitchTrial,
+    exactly,
 )
 from autoplan.planner.diagnose.session import LEAST_PAIRS, compiles_again, is_slower
 from autoplan.planner.diagnose.suspects import LEAST_GROWTH_BYTES, LEAST_SHARE, find_suspects
@@ -118,31 +118,37 @@ def gain_of(trial: SwitchTrial, chosen_from: int = 1) -> Interval | None:
     """How many times faster a step is without the cause; None with too few pairs."""
     if len(trial.pairs) < LEAST_PAIRS:
         return None
-    without, as_is = ([_point(pair[place]) for pair in trial.pairs] for place in (1, 0))
+    without, as_is = ([exactly(pair[place]) for pair in trial.pairs] for place in (1, 0))
     return ratio_interval(without, as_is, chosen_from=chosen_from)
-
-
-def _point(seconds: float) -> Interval:
-    return Interval(median=seconds, low=seconds, high=seconds, samples=1)
 
 
 # What was removed.
 
 
+def _whole(answer: Answer) -> list[SwitchTrial]:
+    """What was removed often enough to tell something."""
+    return [trial for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS]
+
+
+def _with_gain(answer: Answer) -> Iterator[tuple[SwitchTrial, Interval]]:
+    """What costs something: its interval lies above 1, and it is worth a mend."""
+    for trial in _whole(answer):
+        gain = gain_of(trial, chosen_from=len(_whole(answer)))
+        if gain is not None and gain.low > 1 and gain.median >= 1 + LEAST_SHARE:
+            yield trial, gain
+
+
 def _proved(answer: Answer, seen: Observation) -> Iterator[Finding]:
-    trials = [trial for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS]
     gains: dict[str, tuple[SwitchTrial, Interval]] = {}
-    for trial in trials:
-        gain = gain_of(trial, chosen_from=len(trials))
-        if trial.suspect.switch != "graphs" and gain is not None and gain.low > 1 and gain.median >= 1 + LEAST_SHARE:
-            known = gains.get(trial.suspect.switch)
-            if known is None or gain.median > known[1].median:
-                gains[trial.suspect.switch] = trial, gain
+    for trial, gain in _with_gain(answer):
+        known = gains.get(trial.suspect.switch)
+        if trial.suspect.switch != "graphs" and (known is None or gain.median > known[1].median):
+            gains[trial.suspect.switch] = trial, gain
     _choose_of_loader(gains)
     if "freeze" in gains and "gc" in gains:
         keep = gains["gc"][1].median > MORE_THERE * gains["freeze"][1].median
         del gains["freeze" if keep else "gc"]
-    bound = next((gain_of(trial) for trial in trials if trial.suspect.switch == "batches"), None)
+    bound = next((gain_of(trial) for trial in _whole(answer) if trial.suspect.switch == "batches"), None)
     for switch, (trial, gain) in gains.items():
         yield Finding(
             cause=switch,
@@ -200,7 +206,7 @@ def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> 
 
 
 def _part_words(seen: Observation, part: Part) -> str:
-    own = _part(seen, part)
+    own = seen.part(part)
     if own is None:
         return ""
     return f"{own.share:.0%} of the time, {format_seconds(own.seconds)} a step"
@@ -255,12 +261,8 @@ def _line(trial: SwitchTrial, seen: Observation) -> str | None:
     with_lines = ("batches", "workers", "saving", "logging", "evaluation", "gc", "freeze", "communication")
     if trial.suspect.switch not in with_lines:
         return None
-    own = _part(seen, trial.suspect.part)
+    own = seen.part(trial.suspect.part)
     return None if own is None else own.line
-
-
-def _part(seen: Observation, part: Part) -> PartTime | None:
-    return next((one for one in seen.parts if one.part == part), None)
 
 
 # What was not.
@@ -269,11 +271,11 @@ def _part(seen: Observation, part: Part) -> PartTime | None:
 def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
     """What cannot be removed without an edit, and what there was no time for."""
     facts = seen.facts
-    tested = [trial for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS]
+    tested = _whole(answer)
     measured = {trial.suspect.part for trial in tested if not _is_open(trial, seen, len(tested))}
     for switch in ("batches", "saving", "logging", "evaluation", "gc"):
         part: Part = "data" if switch == "batches" else switch  # type: ignore[assignment]
-        own = _part(seen, part)
+        own = seen.part(part)
         once = own is not None and own.events == 1 and seen.steps > 1  # how often it comes is not known
         if own is not None and own.share >= LEAST_ESTIMATE and part not in measured and not once:
             loader = facts.loader
@@ -282,7 +284,7 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
             tried = any(one.suspect.switch == "workers" and one.pairs for one in answer.trials)
             mend = MEND.get("freeze" if switch == "gc" else switch) or _mend_of_samples(loader, tried)
             yield _estimate(switch, WHAT[switch], _part_words(seen, part), mend, own.share, own.line)
-    loop = _part(seen, "loop")
+    loop = seen.part("loop")
     read_s = sum(one.seconds for one in facts.syncs)
     if loop is not None and facts.syncs and facts.syncs[0].line == loop.line and facts.syncs[0].calls > MANY_CALLS:
         read_s, loop = max(read_s, loop.seconds), None  # what is around the calls is there for them
@@ -297,7 +299,7 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         said = f"{_part_words(seen, 'loop')} outside the loader, the model and the optimizer"
         mend = "do it once before the loop, every N steps, or in a Dataset with DataLoader workers"
         yield _estimate("loop", "the loop's own code takes time in each step", said, mend, loop.share, loop.line)
-    if compiles_again(seen) and not _is_proved(answer, "recompilation"):
+    if compiles_again(seen) and not any(trial.suspect.switch == "recompilation" for trial, _ in _with_gain(answer)):
         mend = "keep shapes, modes and Python numbers the same in all steps; TORCH_LOGS=recompiles names each guard"
         share = min(0.99, facts.compile_s / seen.mean_s)
         line = _recompiled_line(seen)
@@ -312,7 +314,7 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         yield _estimate(
             "throttled", "the limit on CPU time of the container stops the training", said, mend, share, None
         )
-    copy = _part(seen, "copy")
+    copy = seen.part("copy")
     if copy is not None and copy.share >= LEAST_ESTIMATE:
         mend = "DataLoader(..., pin_memory=True) and tensor.to(device, non_blocking=True)"
         yield _estimate(
@@ -341,13 +343,6 @@ def _compile_words(seen: Observation) -> str:
 
 def _recompiled_line(seen: Observation) -> str | None:
     return seen.facts.recompiled[0].partition(": ")[0] if seen.facts.recompiled else None
-
-
-def _is_proved(answer: Answer, switch: str) -> bool:
-    """Whether what was measured without a cause shows that it costs something."""
-    trials = [trial for trial in answer.trials if len(trial.pairs) >= LEAST_PAIRS]
-    gains = (gain_of(trial, chosen_from=len(trials)) for trial in trials if trial.suspect.switch == switch)
-    return any(gain is not None and gain.low > 1 and gain.median >= 1 + LEAST_SHARE for gain in gains)
 
 
 def _is_open(trial: SwitchTrial, seen: Observation, chosen_from: int) -> bool:
@@ -380,7 +375,7 @@ def _of_memory(answer: Answer, seen: Observation) -> Iterator[Finding]:
         what=f"{names} keeps the graphs of all steps, so memory fills up",
         evidence=evidence,
         mend="keep loss.item(), or loss.detach(); no retain_graph=True where backward runs once",
-        gain=gain or Interval(median=1.0, low=1.0, high=1.0, samples=1),
+        gain=gain or exactly(1.0),
         measured=gain is not None,
         line=kept[0].line,
     )
@@ -407,9 +402,8 @@ def _memory_notes(seen: Observation, graphs_are_found: bool) -> Iterator[str]:
 
 
 def _estimate(cause: str, what: str, evidence: str, mend: str, share: float, line: str | None) -> Finding:
-    gain = 1 / (1 - min(share, 0.99))
-    interval = Interval(median=gain, low=gain, high=gain, samples=1)
-    return Finding(cause=cause, what=what, evidence=evidence, mend=mend, gain=interval, measured=False, line=line)
+    gain = exactly(1 / (1 - min(share, 0.99)))
+    return Finding(cause=cause, what=what, evidence=evidence, mend=mend, gain=gain, measured=False, line=line)
 
 
 def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding], failed: Sequence[str] = ()) -> list[str]:

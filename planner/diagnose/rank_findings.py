@@ -20,12 +20,12 @@ from autoplan.planner.diagnose.records import (
     RankBlock,
     RankTime,
     SwitchTrial,
+    exactly,
 )
+from autoplan.planner.diagnose.session import LEAST_PAIRS
 from autoplan.planner.records.trials import Interval
 from autoplan.planner.trials.measure import ratio_interval
 from autoplan.units import format_bytes, format_seconds
-
-LEAST_PAIRS = 3
 
 LEAST_LATE = 0.1
 """A rank that takes so much more of a step than the others is late; less is usual for processes that share a host."""
@@ -90,7 +90,7 @@ def _late(trial: SwitchTrial, answer: Answer) -> tuple[Finding, Part] | None:
     others = [rank for rank in range(len(means)) if rank != late]
     usual = [statistics.median(block.seconds[rank] for rank in others) for block in trial.by_rank]
     own = [block.seconds[late] for block in trial.by_rank]
-    more = ratio_interval([_point(one) for one in usual], [_point(one) for one in own])
+    more = ratio_interval([exactly(one) for one in usual], [exactly(one) for one in own])
     if more.low <= 1 or more.median < 1 + LEAST_LATE:
         return None
     part, seconds = _where(trial.by_rank, late, others)
@@ -166,11 +166,7 @@ def _uneven(trial: SwitchTrial) -> tuple[Finding, Part] | None:
 def _gain(trial: SwitchTrial, lost: Sequence[float]) -> Interval:
     """What it would give if so many seconds of each step went, as its median: it is estimated."""
     gains = [as_is / max(as_is - less, 0.01 * as_is) for (as_is, _), less in zip(trial.pairs, lost, strict=False)]
-    return _point(statistics.median(gains))
-
-
-def _point(value: float) -> Interval:
-    return Interval(median=value, low=value, high=value, samples=1)
+    return exactly(statistics.median(gains))
 
 
 def _means(blocks: Sequence[RankBlock]) -> list[float]:

@@ -231,6 +231,11 @@ class Facts(Record):
     """What it exchanges with other ranks; None where it is alone."""
 
 
+def exactly(value: float) -> Interval:
+    """A value without a spread."""
+    return Interval(median=value, low=value, high=value, samples=1)
+
+
 class Observation(Record):
     """The steps that were looked at: as the script is."""
 
@@ -247,9 +252,14 @@ class Observation(Record):
     operations: tuple[Operations, ...] = ()
     """By kind, from a trace of a few steps; what is between them last."""
 
+    def part(self, part: Part) -> PartTime | None:
+        """One part of the steps."""
+        return next((one for one in self.parts if one.part == part), None)
+
     def share(self, part: Part) -> float:
         """Of the time, in a part."""
-        return next((one.share for one in self.parts if one.part == part), 0.0)
+        own = self.part(part)
+        return own.share if own else 0.0
 
 
 class Suspect(Record):

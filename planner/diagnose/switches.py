@@ -31,13 +31,10 @@ def _skip(part: str) -> Callable[[Hooks, int], Undo]:
     return switch
 
 
-def _flag(owner: str, name: str) -> Callable[[Hooks, int], Undo]:
-    def switch(hooks: Hooks, setting: int) -> Undo:
-        target = getattr(hooks, owner)
-        setattr(target, name, True)
-        return lambda: setattr(target, name, False)
-
-    return switch
+def _set(target: Any, name: str, value: Any) -> Undo:
+    before = getattr(target, name)
+    setattr(target, name, value)
+    return lambda: setattr(target, name, before)
 
 
 def _workers(hooks: Hooks, setting: int) -> Undo:
@@ -162,35 +159,8 @@ def _is_double(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float64
 
 
-def _unused_rows(hooks: Hooks, setting: int) -> Undo:
-    hooks.left_out = [parameter for parameter, _ in hooks.unused_rows().values()]
-
-    def undo() -> None:
-        hooks.left_out = []
-
-    return undo
-
-
-def _activations(hooks: Hooks, setting: int) -> Undo:
-    hooks.keeps_activations = True
-
-    def undo() -> None:
-        hooks.keeps_activations = False
-
-    return undo
-
-
-def _graphs(hooks: Hooks, setting: int) -> Undo:
-    hooks.cut = {}
-
-    def undo() -> None:
-        hooks.cut = None
-
-    return undo
-
-
 SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
-    "batches": _flag("loaders", "replay"),
+    "batches": lambda hooks, _: _set(hooks.loaders, "replay", True),
     "workers": _workers,
     "persistent": _persistent,
     "saving": _skip("saving"),
@@ -200,15 +170,15 @@ SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
     "freeze": _freeze,
     "threads": _threads,
     "fused": _fused,
-    "padding": _flag("loaders", "crop"),
+    "padding": lambda hooks, _: _set(hooks.loaders, "crop", True),
     "needless_gradients": _needless,
     "anomaly": _anomaly,
     "float64": _single,
-    "unused_rows": _unused_rows,
-    "checkpointing": _activations,
+    "unused_rows": lambda hooks, _: _set(hooks, "left_out", [table for table, _ in hooks.unused_rows().values()]),
+    "checkpointing": lambda hooks, _: _set(hooks, "keeps_activations", True),
     "communication": _communication,
-    "graphs": _graphs,
-    "bf16": _flag("modules", "autocast"),
+    "graphs": lambda hooks, _: _set(hooks, "cut", {}),
+    "bf16": lambda hooks, _: _set(hooks.modules, "autocast", True),
 }
 """By name: what removes a cause, given the setting of the suspect."""
 
