@@ -18,8 +18,6 @@ BAR_WIDTH = 20
 LEAST_SHOWN = 0.03
 """Of a step, for a kind of operation to be on the screen."""
 
-BOUNDS = {"compute": "the FLOP/s", "memory": "the memory's bytes/s", "launch": "the launches"}
-
 
 def headline(found: Diagnosis) -> str:
     """`train.py: 2 findings; a step takes 98.1 ms (95.0 ms to 102 ms), 412 steps in 58 s`."""
@@ -44,16 +42,19 @@ def part_rows(found: Diagnosis) -> facts.Rows:
 
 
 def operation_rows(found: Diagnosis) -> facts.Rows:
-    """The largest kinds of operations: share, calls, what they reach, and what bounds them."""
+    """The largest kinds of operations: share, calls, what they reach, and what bounds them, with the share of its rate."""
     rows: list[tuple[str, ...]] = []
     for one in found.operations:
-        if one.share >= LEAST_SHOWN or one is found.operations[-1]:
-            reached = "" if one.flops_per_s is None else f"{format_number(one.flops_per_s / 1e9)} GFLOP/s"
-            moved = "" if one.bytes_per_s is None else f"{format_number(one.bytes_per_s / 1e9)} GB/s"
-            bound = "" if one.bound is None else f"{one.of_rate:.0%} of {BOUNDS[one.bound]}"
-            calls = f"{one.calls:,.0f}" if one.calls else ""
-            rows.append((one.kind, f"{one.share:.0%}", calls, reached, moved, bound))
-    return facts.Rows(("operations", "share", "calls", "reach", "move", "bound: they reach"), rows)
+        if one.share < LEAST_SHOWN and one is not found.operations[-1]:
+            continue
+        rates = [
+            "" if rate is None else f"{format_number(rate / 1e9)} {unit}"
+            for rate, unit in ((one.flops_per_s, "GFLOP/s"), (one.bytes_per_s, "GB/s"))
+        ]
+        caches = ", in caches" if one.bound == "memory" and (one.of_rate or 0) > 1 else ""
+        bound = "" if one.bound is None else f"{one.bound} ({one.of_rate:.0%}{caches})"
+        rows.append((one.kind, f"{one.share:.0%}", f"{one.calls:,.0f}" if one.calls else "", *rates, bound))
+    return facts.Rows(("operations", "share", "calls", "FLOPs", "bytes", "bound by (of its rate)"), rows)
 
 
 def rank_rows(found: Diagnosis) -> facts.Rows:

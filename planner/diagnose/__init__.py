@@ -9,6 +9,7 @@ switches.py       how each cause is removed while the script runs, and put back
 ranks.py          several ranks of a script: what they decide together, and what they exchange
 roofline.py       kinds of operations of a traced step, against the rates that the probes measure
 suspects.py       which causes are worth removing, by what the first steps showed
+gains.py          what removing a cause gave, and whether that is decided
 session.py        the course of a script: warm-up, steps as they are, then blocks with and without a cause
 worker.py         the process of the script
 findings.py       from what was measured to at most five findings

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
+from autoplan.planner.diagnose.gains import LEAST_PAIRS, gain_of, is_gain, is_slower
 from autoplan.planner.diagnose.rank_findings import exchange_words, with_ranks
 from autoplan.planner.diagnose.records import (
     PARTS,
@@ -24,10 +25,9 @@ from autoplan.planner.diagnose.records import (
     SwitchTrial,
     exactly,
 )
-from autoplan.planner.diagnose.session import LEAST_PAIRS, compiles_again, is_slower
-from autoplan.planner.diagnose.suspects import LEAST_GROWTH_BYTES, LEAST_SHARE, find_suspects
+from autoplan.planner.diagnose.session import compiles_again
+from autoplan.planner.diagnose.suspects import LEAST_GROWTH_BYTES, find_suspects
 from autoplan.planner.records.trials import Interval
-from autoplan.planner.trials.measure import ratio_interval
 from autoplan.units import format_bytes, format_seconds
 
 MOST_FINDINGS = 5
@@ -114,14 +114,6 @@ def _stack_of(finding: Finding, seen: Observation) -> Stack | None:
     return next(iter([*at_line, *(one for one in seen.stacks if one.part == part)]), None)
 
 
-def gain_of(trial: SwitchTrial, chosen_from: int = 1) -> Interval | None:
-    """How many times faster a step is without the cause; None with too few pairs."""
-    if len(trial.pairs) < LEAST_PAIRS:
-        return None
-    without, as_is = ([exactly(pair[place]) for pair in trial.pairs] for place in (1, 0))
-    return ratio_interval(without, as_is, chosen_from=chosen_from)
-
-
 # What was removed.
 
 
@@ -134,7 +126,7 @@ def _with_gain(answer: Answer) -> Iterator[tuple[SwitchTrial, Interval]]:
     """What costs something: its interval lies above 1, and it is worth a mend."""
     for trial in _whole(answer):
         gain = gain_of(trial, chosen_from=len(_whole(answer)))
-        if gain is not None and gain.low > 1 and gain.median >= 1 + LEAST_SHARE:
+        if gain is not None and is_gain(gain):
             yield trial, gain
 
 

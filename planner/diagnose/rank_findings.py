@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from autoplan.planner.diagnose.gains import LEAST_PAIRS
 from autoplan.planner.diagnose.records import (
     PARTS,
     Answer,
@@ -22,7 +23,6 @@ from autoplan.planner.diagnose.records import (
     SwitchTrial,
     exactly,
 )
-from autoplan.planner.diagnose.session import LEAST_PAIRS
 from autoplan.planner.records.trials import Interval
 from autoplan.planner.trials.measure import ratio_interval
 from autoplan.units import format_bytes, format_seconds

@@ -13,9 +13,10 @@ from typing import Any
 
 from autoplan.errors import BudgetEndedError, UsageError, WorkloadError
 from autoplan.planner.diagnose.findings import find_causes, notes_of
+from autoplan.planner.diagnose.gains import LEAST_PAIRS
 from autoplan.planner.diagnose.rank_findings import notes_of_ranks, rank_times
 from autoplan.planner.diagnose.records import Answer, Diagnosis, Request, Suspect, SwitchTrial
-from autoplan.planner.diagnose.session import LEAST_PAIRS, compiles_again
+from autoplan.planner.diagnose.session import compiles_again
 from autoplan.planner.diagnose.suspects import find_suspects
 from autoplan.processes import Ended, ProcessReport, Progress, Task, Zygote, folder_prefix, limit_hit
 from autoplan.processes.cause import hanging_frame

@@ -24,6 +24,7 @@ import torch
 
 from autoplan.planner.diagnose import roofline
 from autoplan.planner.diagnose.clock import Clock, LineCounter, LineSampler, Step
+from autoplan.planner.diagnose.gains import LEAST_PAIRS, MORE_PAIRS, PAIRS, is_open, is_slower
 from autoplan.planner.diagnose.hooks import Hooks, sync_lines, worst_line
 from autoplan.planner.diagnose.memory import MemoryMeter, cut_graphs, find_kept, growth_bytes, sizes_of_names
 from autoplan.planner.diagnose.ranks import Peers, critical, rank_block
@@ -65,9 +66,6 @@ LONG_LOOK_SHARE = 0.6
 
 MOST_LOOK_STEPS = 20_000
 
-PAIRS, LEAST_PAIRS = 6, 3
-"""Pairs of blocks of a cause: with six, Student's t is 2.6 times the standard error; with two it is 4.3 and more."""
-
 BLOCK_S = 0.25
 """A block is no shorter: a moment of other work on the machine should not fill it."""
 
@@ -76,9 +74,6 @@ MOST_OF_IT = 0.8
 
 STILL_WAITS = 0.25
 """With the workers that were tried, the step still waits for more of the time than this: more are tried."""
-
-SLOWER = 1.25
-"""Steps that are so many times slower without a cause in two pairs, or twice as many in one, end its trial."""
 
 STALLED = 4
 """A block that takes so many times as long as it should ends: more threads than free cores take ten times as long."""
@@ -198,6 +193,11 @@ class Session:
             yield from self._try(suspect, seen, self.peers.agree(self.left_s) / (len(suspects) - place))
             if suspect.switch in ("workers", "batches"):
                 yield from self._try_more_workers(seen)
+        tried = [one for one in self.answer.trials if one.suspect.switch != "graphs"]
+        opened = self.peers.agree([one.suspect.key for one in tried if is_open(one, len(tried))])
+        opened = [one.suspect for one in tried if one.suspect.key in opened]
+        for place, suspect in enumerate(opened):
+            yield from self._try(suspect, seen, self.peers.agree(self.left_s) / (len(opened) - place), MORE_PAIRS)
 
     def _of_all_ranks(self, seen: Observation) -> Observation:
         """What the rank showed that the others wait for; its causes are those that are removed, in all ranks."""
@@ -358,18 +358,19 @@ class Session:
             if again.key not in self.request.without:
                 yield from self._try(again, seen, self.peers.agree(self.left_s) / 2)
 
-    def _try(self, suspect: Suspect, seen: Observation, time_s: float) -> Course:
-        """The pairs of blocks of a cause, as far as its time goes."""
+    def _try(self, suspect: Suspect, seen: Observation, time_s: float, most: int = PAIRS) -> Course:
+        """The pairs of blocks of a cause, as far as its time goes: so many at the most, with those that it has."""
         trial = next((one for one in self.answer.trials if one.suspect.key == suspect.key), None)
         trial = trial or SwitchTrial(suspect=suspect)
-        wanted = PAIRS - len(trial.pairs)
+        wanted = most - len(trial.pairs)
         if wanted <= 0 or (trial.pairs and is_slower(trial)):
             return
         steps = block_steps(suspect, seen.mean_s)
         pair_s = (2 * steps + suspect.settle + suspect.settle_back) * seen.mean_s
         left_s = self.peers.agree(self.left_s)
         if pair_s * LEAST_PAIRS > left_s or pair_s * min(wanted, LEAST_PAIRS) > 2 * time_s:
-            self._note(trial.model_copy(update={"why_not": "the time was too short for it"}))
+            if len(trial.pairs) < LEAST_PAIRS:
+                self._note(trial.model_copy(update={"why_not": "the time was too short for it"}))
             return
         self._tell(f"without the cause: {suspect.key}")
         until = time.monotonic() + min(time_s, left_s)
@@ -422,12 +423,6 @@ class Session:
     def _note(self, trial: SwitchTrial) -> None:
         others = [one for one in self.answer.trials if one.suspect.key != trial.suspect.key]
         self.keep(trials=(*others, trial))
-
-
-def is_slower(trial: SwitchTrial) -> bool:
-    """Whether the steps without the cause are so much slower that further pairs tell nothing."""
-    as_is, without = (statistics.median(pair[place] for pair in trial.pairs) for place in (0, 1))
-    return without > (SLOWER if len(trial.pairs) > 1 else 2 * SLOWER) * as_is
 
 
 def block_steps(suspect: Suspect, step_s: float) -> int:

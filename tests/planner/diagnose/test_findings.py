@@ -10,6 +10,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from autoplan.planner.diagnose.clock import stack_of
 from autoplan.planner.diagnose.findings import find_causes, notes_of
+from autoplan.planner.diagnose.gains import gain_of, is_gain, is_open
 from autoplan.planner.diagnose.records import (
     Answer,
     Exchange,
@@ -92,6 +93,17 @@ def test_what_is_seen_of_the_model_is_suspected_and_not_where_ranks_exchange_it(
     shared = facts.model_copy(update={"exchange": Exchange(ddp=True, gradient_bytes=8, calls=0)})
     keys = {one.key for one in find_suspects(seen.model_copy(update={"parts": parts, "facts": shared}))}
     assert not keys & {"float64", "unused_rows"}
+
+
+def test_a_gain_that_scatters_is_open_and_more_pairs_decide_it() -> None:
+    pairs = tuple((0.06, without_s) for without_s in (0.043, 0.057, 0.04, 0.067, 0.046, 0.038))
+    one = trial("evaluation", 0.1).model_copy(update={"pairs": pairs})
+    assert not is_gain(gain_of(one, 4)) and is_open(one, 4)
+    more = one.model_copy(update={"pairs": 3 * pairs})
+    assert is_gain(gain_of(more, 4)) and not is_open(more, 4)
+    assert not is_open(trial("saving", 0.1), 4)  # no gain: nothing to prove
+    few, same = (gain_of(one.model_copy(update={"pairs": n * pairs}), 1) for n in (1, 2))
+    assert few is not None and same is not None and same.high / same.low < few.high / few.low
 
 
 def test_what_failed_is_not_said_to_have_had_no_time() -> None:
