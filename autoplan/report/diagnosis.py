@@ -42,7 +42,7 @@ def part_rows(found: Diagnosis) -> facts.Rows:
 
 
 def operation_rows(found: Diagnosis) -> facts.Rows:
-    """The largest kinds of operations: share, calls, what they reach, and what bounds them, with the share of its rate."""
+    """The largest kinds of operations: share, calls, what they reach, and what bounds them."""
     rows: list[tuple[str, ...]] = []
     for one in found.operations:
         if one.share < LEAST_SHOWN and one is not found.operations[-1]:

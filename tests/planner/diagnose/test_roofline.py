@@ -12,8 +12,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoplan.planner.diagnose.records import Operations, Rates
+from autoplan.planner.diagnose.records import Diagnosis, Operations, Rates
 from autoplan.planner.diagnose.roofline import kind_of, measure_rates, read_operations, without_shapes
+from autoplan.planner.records.trials import Interval
+from autoplan.report.diagnosis import document, operation_rows
 
 RATES = Rates(flops_per_s={"float32": 1e9}, bytes_per_s=1e9, launch_s=1e-6)
 
@@ -133,3 +135,21 @@ def test_rates_are_measured_and_leave_the_random_numbers_alone() -> None:
     assert torch.rand(1) == first
     assert set(rates.flops_per_s) == {"float32", "float64"} and all(rate > 0 for rate in rates.flops_per_s.values())
     assert rates.bytes_per_s is not None and rates.bytes_per_s > 0 and rates.launch_s > 0
+
+
+def test_the_screen_has_the_large_kinds_and_the_document_all() -> None:
+    step = Interval(median=0.1, low=0.1, high=0.1, samples=9)
+    kinds = (
+        Operations(kind="matrix products", seconds=0.05, share=0.5, calls=12, flops_per_s=45e9, bound="compute", of_rate=0.62),
+        Operations(kind="elementwise", seconds=0.02, share=0.2, calls=3, bytes_per_s=9e9, bound="memory", of_rate=1.4),
+        Operations(kind="norm", seconds=0.001, share=0.01, calls=2),
+        Operations(kind="between operations", seconds=0.029, share=0.02),
+    )  # fmt: skip
+    found = Diagnosis(
+        script="t.py", steps=9, step_s=step, parts=(), findings=(), tested=(), notes=(), seconds=1.0, operations=kinds
+    )
+    rows = operation_rows(found).rows
+    assert [row[0] for row in rows] == ["matrix products", "elementwise", "between operations"]
+    assert rows[0][1:] == ("50%", "12", "45.0 GFLOP/s", "", "compute (62%)")
+    assert rows[1][-1] == "memory (140%, in caches)" and rows[2][2:] == ("", "", "", "")
+    assert len(document(found)["operations"]) == 4
