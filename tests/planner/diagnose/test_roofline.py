@@ -140,11 +140,13 @@ def test_rates_are_measured_and_leave_the_random_numbers_alone() -> None:
 def test_the_screen_has_the_large_kinds_and_the_document_all() -> None:
     step = Interval(median=0.1, low=0.1, high=0.1, samples=9)
     kinds = (
-        Operations(kind="matrix products", seconds=0.05, share=0.5, calls=12, flops_per_s=45e9, bound="compute", of_rate=0.62),
+        Operations(
+            kind="matrix products", seconds=0.05, share=0.5, calls=12, flops_per_s=45e9, bound="compute", of_rate=0.62
+        ),
         Operations(kind="elementwise", seconds=0.02, share=0.2, calls=3, bytes_per_s=9e9, bound="memory", of_rate=1.4),
         Operations(kind="norm", seconds=0.001, share=0.01, calls=2),
         Operations(kind="between operations", seconds=0.029, share=0.02),
-    )  # fmt: skip
+    )
     found = Diagnosis(
         script="t.py", steps=9, step_s=step, parts=(), findings=(), tested=(), notes=(), seconds=1.0, operations=kinds
     )
