@@ -25,7 +25,7 @@ from autoplan.planner.diagnose.records import (
     SwitchTrial,
     exactly,
 )
-from autoplan.planner.diagnose.session import compiles_again
+from autoplan.planner.diagnose.session import compiles_again, seen_once
 from autoplan.planner.diagnose.suspects import LEAST_GROWTH_BYTES, find_suspects
 from autoplan.planner.records.trials import Interval
 from autoplan.units import format_bytes, format_seconds
@@ -406,10 +406,9 @@ def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding], faile
     short = [one.key for one in find_suspects(seen) if one.key not in {*whole, *failed}]
     if short:
         said.append(f"not measured, the time was too short: {', '.join(short)}; a larger --budget measures it")
-    for one in seen.parts:
-        if one.part in ("saving", "evaluation") and one.events == 1 and one.share >= LEAST_ESTIMATE:
-            took = format_seconds(one.seconds * seen.steps)
-            said.append(f"{one.part} was seen once in {seen.steps} steps ({took}): a larger --budget tells how often")
+    for part, seconds in seen_once(seen).items():
+        took = format_seconds(seconds)
+        said.append(f"{part} was seen once in {seen.steps} steps ({took}): a larger --budget tells how often")
     known = {one.cause for one in causes if one.measured}
     if known & {"workers", "persistent"}:
         known.add("batches")  # its evidence names that bound

@@ -36,6 +36,7 @@ from autoplan.planner.diagnose.records import (
     LoaderFacts,
     MemoryFacts,
     Observation,
+    Part,
     PartTime,
     RankBlock,
     Rates,
@@ -61,8 +62,9 @@ LOOK_STEPS = 20
 
 LOOK_SHARE, LEAST_LOOK_STEPS, LEAST_LOOK_S = 0.25, 4, 1.0
 
-LONG_LOOK_SHARE = 0.6
-"""Where nothing is suspected the look goes on for so much of the budget: an evaluation may come each 100 steps."""
+LONG_LOOK_SHARE, LEAST_ONCE = 0.6, 0.05
+"""Where nothing is suspected the look goes on for so much of the budget: an evaluation may come each 100 steps. It also
+goes on where something was seen once, and took so much of the time, until it comes again."""
 
 MOST_LOOK_STEPS = 20_000
 
@@ -232,21 +234,26 @@ class Session:
             self.keep(observation=seen)
             return seen
 
+        seldom: dict[Part, float] = {}
         try:
             for share in (LOOK_SHARE, LONG_LOOK_SHARE):
                 if share == LONG_LOOK_SHARE:
-                    self._tell("nothing is suspected so far: looking on")
+                    self._tell("looking on, for what comes seldom")
                 most_s = share * self.request.budget_s
                 least_s = max(most_s / 4, min(LEAST_LOOK_S, most_s)) if share == LOOK_SHARE else most_s
                 while len(steps) < MOST_LOOK_STEPS:
                     steps.append((yield))
                     memory.append(self._meter.read_bytes())
                     spent = time.monotonic() - began
+                    again = any(2 * steps[-1].parts.get(part, 0.0) > seconds for part, seconds in seldom.items())
                     if self.peers.agree(
-                        spent >= least_s and len(steps) >= (LOOK_STEPS if spent <= most_s else LEAST_LOOK_STEPS)
+                        again
+                        or (spent >= least_s and len(steps) >= (LOOK_STEPS if spent <= most_s else LEAST_LOOK_STEPS))
                     ):
                         break
-                if self.peers.agree(bool(find_suspects(see())) or self.request.dynamic):
+                seen = see()
+                seldom = seen_once(seen)
+                if self.peers.agree(self.request.dynamic or (bool(find_suspects(seen)) and not seldom)):
                     break
         finally:  # a script that ends now has shown enough, or too little
             sampler.stop()
@@ -464,6 +471,16 @@ def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler)
         facts=facts,
         stacks=frequent_stacks(sampler),
     )
+
+
+def seen_once(seen: Observation) -> dict[Part, float]:
+    """What came in one step alone and took long, with its seconds there: how often it comes is not known."""
+    names: tuple[Part, ...] = ("saving", "evaluation", "logging")
+    return {
+        one.part: one.seconds * seen.steps
+        for one in seen.parts
+        if one.part in names and one.events == 1 and one.share >= LEAST_ONCE
+    }
 
 
 def frequent_stacks(sampler: LineSampler) -> tuple[Stack, ...]:

@@ -22,7 +22,7 @@ from autoplan.planner.diagnose.records import (
     Suspect,
     SwitchTrial,
 )
-from autoplan.planner.diagnose.session import line_of_samples
+from autoplan.planner.diagnose.session import line_of_samples, seen_once
 from autoplan.planner.diagnose.suspects import find_suspects
 from autoplan.planner.records.trials import Interval
 
@@ -93,6 +93,16 @@ def test_what_is_seen_of_the_model_is_suspected_and_not_where_ranks_exchange_it(
     shared = facts.model_copy(update={"exchange": Exchange(ddp=True, gradient_bytes=8, calls=0)})
     keys = {one.key for one in find_suspects(seen.model_copy(update={"parts": parts, "facts": shared}))}
     assert not keys & {"float64", "unused_rows"}
+
+
+def test_what_was_seen_once_is_waited_for() -> None:
+    once = PartTime(part="evaluation", seconds=0.1, low=0.0, high=0.0, share=0.5, events=1, every=20)
+    seen = observation()
+    seen = seen.model_copy(update={"parts": (*seen.parts, once)})
+    assert seen_once(seen) == {"evaluation": 2.0}
+    assert any("evaluation was seen once in 20 steps (2.00 s)" in note for note in notes_of(Answer(), seen, ()))
+    twice = seen.model_copy(update={"parts": (once.model_copy(update={"events": 2}),)})
+    assert seen_once(twice) == {} and seen_once(observation()) == {}
 
 
 def test_a_gain_that_scatters_is_open_and_more_pairs_decide_it() -> None:
