@@ -164,11 +164,12 @@ def stack_of(frame: Any) -> tuple[str, ...]:
     own: list[str] = []
     inside: str | None = None
     while frame is not None and len(own) < MOST_FRAMES:
-        code, module = frame.f_code, str(frame.f_globals.get("__name__"))
         if _is_users(frame):
-            own.append(f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}")
-        elif not own and inside is None and not module.startswith("autoplan."):  # a hook is no part of it
-            inside = f"{module}.{code.co_name}"
+            own.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}")
+        elif not own and inside is None:
+            module = str(frame.f_globals.get("__name__"))
+            if not module.startswith("autoplan."):  # a hook is no part of it
+                inside = f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back
     return (*reversed(own), *([inside] if own and inside else []))
 

@@ -287,7 +287,7 @@ def main() -> None:
         script, mended = folder / f"{name}.py", folder / f"{name}.mended.py"
         document = promised(script, given_.budget, out / f"{name}.json")
         gave = given(script, mended, given_.rounds, given_.seconds or SECONDS, out / f"{name}.pairs.json")
-        cause = (folder / f"{name}.cause.txt").read_text().strip()
+        cause = " ".join((folder / f"{name}.cause.txt").read_text().split())
         print(row_of(name, document, cause, gave), flush=True)
 
 
