@@ -63,6 +63,9 @@ DTYPES = {"float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", 
 SIZES = {"double": 8, "long": 8, "long int": 8, "c10::BFloat16": 2, "c10::Half": 2, "bool": 1, "unsigned char": 1}
 """Bytes of an element by its name in a trace; of others four."""
 
+ROUNDED_US = 0.3
+"""Times of a trace count from 1970 in older versions: as floats they are rounded to a quarter of a microsecond."""
+
 SHAPES = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
 """What a trace with shapes knows of arguments."""
 
@@ -176,7 +179,7 @@ def _calls(events: Sequence[Mapping[str, Any]]) -> Iterator[_Call]:
         open_: list[_Call] = []
         calls = []
         for event in sorted(own, key=lambda one: (one["ts"], -one["dur"])):
-            while open_ and event["ts"] >= open_[-1].event["ts"] + open_[-1].event["dur"]:
+            while open_ and event["ts"] >= open_[-1].event["ts"] + open_[-1].event["dur"] - ROUNDED_US:
                 open_.pop()
             outer, name = open_[-1] if open_ else None, str(event["name"])
             kind = outer.kind if outer else None
