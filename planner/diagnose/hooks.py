@@ -395,7 +395,7 @@ class LoaderHooks:
             loader = self._owner.get(iterator)
             if not clock.here or loader is None:
                 return function(iterator)
-            if "evaluation" in clock.skipped and loader is not self.loader:
+            if "evaluation" in clock.skipped and not self.is_main(loader):
                 return self._once(iterator, function)
             if self.gives_instead and self.is_main(loader):
                 self._given_instead[iterator] = given = self._given_instead.get(iterator, 0) + 1
