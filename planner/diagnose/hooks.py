@@ -341,6 +341,7 @@ class LoaderHooks:
                 self.clock.leave()
             self._owner[iterator] = loader
             self._fresh.add(iterator)
+            self._given_instead.pop(iterator, None)  # workers that stay have one iterator for all epochs
             if self.is_main(loader):
                 self.starts += 1
                 self.start_s += time.perf_counter() - began
