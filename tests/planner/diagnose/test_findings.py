@@ -108,10 +108,10 @@ def test_what_was_seen_once_is_waited_for() -> None:
 def test_a_gain_that_scatters_is_open_and_more_pairs_decide_it() -> None:
     pairs = tuple((0.06, without_s) for without_s in (0.043, 0.057, 0.04, 0.067, 0.046, 0.038))
     one = trial("evaluation", 0.1).model_copy(update={"pairs": pairs})
-    assert not is_gain(gain_of(one, 4)) and is_open(one, 4)
+    assert not is_gain(gain_of(one, 8)) and is_open(one, 8)
     more = one.model_copy(update={"pairs": 3 * pairs})
-    assert is_gain(gain_of(more, 4)) and not is_open(more, 4)
-    assert not is_open(trial("saving", 0.1), 4)  # no gain: nothing to prove
+    assert is_gain(gain_of(more, 8)) and not is_open(more, 8)
+    assert not is_open(trial("saving", 0.1), 8)  # no gain: nothing to prove
     few, same = (gain_of(one.model_copy(update={"pairs": n * pairs}), 1) for n in (1, 2))
     assert few is not None and same is not None and same.high / same.low < few.high / few.low
 
