@@ -322,7 +322,8 @@ class Session:
         """Traces a few steps: the kinds of operations, and for Perfetto a file without shapes and values."""
         keep, steps = self.request.trace, TRACED_STEPS
         long = keep is None and steps * seen.mean_s > TRACE_SHARE * self.request.budget_s
-        if seen.facts.rates is None or long or self.peers.agree(torch._C._autograd._profiler_enabled()):  # by the script
+        of_script = self.peers.agree(torch._C._autograd._profiler_enabled())
+        if seen.facts.rates is None or long or of_script:
             return
         self._tell(f"tracing {steps} steps")
         activities = [torch.profiler.ProfilerActivity.CPU]
