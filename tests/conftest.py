@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from filelock import FileLock
@@ -21,10 +22,11 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(trylast=True)  # of those that -m has left
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with searches come first, then those with many slow tests: two workers then end at about the same time.
 
-    Both workers begin with a file of searches, so that one waits while the other probes the machine.
+    The second file is the first one without a search: its worker need not wait while the other one probes the machine.
     """
     if importlib.util.find_spec("torchao") is None:
         for item in items:
@@ -32,7 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="torchao is not installed: make test-torchao"))
     searches = {item.path for item in items if "probed_machine" in getattr(item, "fixturenames", ())}
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: (item.path not in searches, -slow[item.path]))
+    files = sorted(dict.fromkeys(item.path for item in items), key=lambda path: (path not in searches, -slow[path]))
+    if 1 < len(searches) < len(files):
+        files.insert(1, files.pop(len(searches)))
+    place = {path: number for number, path in enumerate(files)}
+    items.sort(key=lambda item: place[item.path])
 
 
 @pytest.fixture(scope="session")
@@ -114,3 +120,25 @@ def quick_searches(probed_machine: None, training_zygote: Any, monkeypatch: pyte
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(nodes, "Zygote", lambda **given: nullcontext(training_zygote))
     set_time_box(monkeypatch.setattr)
+
+
+class Ended(NamedTuple):
+    """An exit code, and what a command printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Runs a command in this process, which has imported what each process of a command imports for seconds."""
+    from autoplan.cli import app
+
+    def run(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["autoplan", *map(str, arguments)])
+        capfd.readouterr()
+        code = app.run()
+        return Ended(code, *capfd.readouterr())
+
+    return run

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import some
 from tests.recorded import make_plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +28,7 @@ def call(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=["wheel", "sdist"])
+@pytest.fixture(scope="module", params=some(["wheel", "sdist"], ["sdist"]))  # whose wheel is built too
 def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of an environment that holds what was built, and of the test's own only the dependencies."""
     base = tmp_path_factory.mktemp(request.param)

@@ -5,6 +5,8 @@ A test of another technique (more ranks, another precision) calls `check_parity`
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from autoplan.planner.parity.recorder import Recorder
 from autoplan.planner.parity.records import Rung
 from autoplan.planner.parity.reference import Check, run_reference
 from autoplan.planner.records.trials import Parity
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import PLAIN, TrainingConfig
 from autoplan.strategies.workloads.workload import Workload
 
 
@@ -42,3 +44,32 @@ def check_parity(workload: Workload, config: TrainingConfig, *, own_shapes: bool
     """The verdict on a config."""
     plain = reference(workload, config, own_shapes=own_shapes)
     return compare(plain, [candidate(workload, config, plain, own_shapes=own_shapes)], config)
+
+
+UNREAD = (
+    *("checkpointing", "precision", "compile", "compile_mode", "attention", "loss", "optimizer_step"),
+    *("threads", "allocator"),
+)
+"""Knobs that a reference does not read: the plain run beside a config is that of the config without them."""
+
+
+@functools.cache
+def plain_run(build: Callable[[], Workload], config: TrainingConfig) -> Samples:
+    """`reference`, made once."""
+    return reference(build(), config)
+
+
+def plain_beside(build: Callable[[], Workload], config: TrainingConfig) -> Samples:
+    """The plain run that a config is compared with, made once for all that differ in what it does not read."""
+    return plain_run(build, config.model_copy(update={knob: getattr(PLAIN, knob) for knob in UNREAD}))
+
+
+def check_parity_of(build: Callable[[], Workload], config: TrainingConfig) -> Parity:
+    """As `check_parity`; tests of one workload share its plain run, which takes as long as a candidate.
+
+    Args:
+        build: Makes the workload; the same function for all of them.
+        config: The candidate's.
+    """
+    plain = plain_beside(build, config)
+    return compare(plain, [candidate(build(), config, plain)], config)

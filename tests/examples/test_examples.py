@@ -11,13 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 import autoplan
+from tests.recorded import make_plan
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("probed_machine")]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -40,6 +41,7 @@ def losses(text: str) -> dict[int, float]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("probed_machine")
 def test_train_gpt2_searches_trains_and_resumes(tmp_path: Path) -> None:
     small = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq-len", "32", "--global-batch", "8"]
     small += ["--budget", "60s", "--max-trials", "2", "--fix", "compile=off", "--device", "cpu"]
@@ -56,6 +58,7 @@ def test_train_gpt2_searches_trains_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("probed_machine")
 def test_image_classifier_is_planned(tmp_path: Path) -> None:
     workload = str(ROOT / "examples" / "image_classifier.py") + ":tiny_classifier"
     command = ["-m", "autoplan", "search", "--model", workload, "--budget", "60s", "--max-trials", "2", "--json"]
@@ -70,10 +73,13 @@ def test_image_classifier_is_planned(tmp_path: Path) -> None:
     assert "resumed at step 128" in run(tmp_path, *train, "--epochs", "1", "--samples", "512")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("probed_machine")
 def test_the_tutorial_goes_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command of the page runs, with a smaller search, and its output has the lines that the page shows."""
     page = load_tutorial()
     shutil.copy(EXAMPLES / "tutorial.py", tmp_path)
+    (tmp_path / ".cache_home").symlink_to(os.environ["XDG_CACHE_HOME"])  # where the machine is probed already
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     said: dict[str, str] = {}
     for block in page.BLOCK.finditer(page.PAGE.read_text()):
@@ -86,6 +92,17 @@ def test_the_tutorial_goes_as_its_page_says(tmp_path: Path, monkeypatch: pytest.
     assert losses(first)[20] < 5.0, "it begins near ln 256 = 5.5, and learns"
     assert "resumed at step 20" in resumed and losses(resumed)[40] < losses(first)[20]
     assert {"autoplan --version", "autoplan show", "autoplan verify"} <= {re.sub(r" \|.*", "", one) for one in said}
+
+
+@pytest.mark.parametrize("command", ["autoplan show | head -24", "autoplan explain --knob precision"])
+def test_what_the_tutorial_shows_of_a_plan_is_what_is_printed(command: str, tmp_path: Path, cli: Any) -> None:
+    """The same of a plan from records: these commands read its file alone."""
+    page = load_tutorial()
+    (body,) = [block["body"] for block in page.BLOCK.finditer(page.PAGE.read_text()) if f"$ {command}" in block["body"]]
+    words = command.partition(" | ")[0].split()[1:]
+    ended = cli(words[0], make_plan().save(tmp_path / "plan.json"), *words[1:])
+    assert ended.code == 0
+    assert missing_lines(page.forms(body, command), ended.out) <= {"batches"}, "which it has not seen"
 
 
 SMALLER = "--budget 60s --max-trials 2 --fix compile=off --global-batch 8"
@@ -133,6 +150,7 @@ def test_no_example_is_long() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("probed_machine")
 def test_the_walk_measures_a_technique_beside_the_step_before_it(tmp_path: Path) -> None:
     small = ["--size", "tiny", "--rounds", "1", "--steps", "1", "--techniques", "copies", "larger batch"]
     said = run(tmp_path, str(EXAMPLES / "gpt2_walk.py"), *small)
@@ -142,6 +160,7 @@ def test_the_walk_measures_a_technique_beside_the_step_before_it(tmp_path: Path)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("probed_machine")
 def test_nanogpt_searches_trains_and_is_run_with_its_plan(tmp_path: Path) -> None:
     script = str(EXAMPLES / "nanogpt.py")
     whole = run(tmp_path, script, "--width", "32", "--budget", "60s", "--steps", "20")
@@ -151,6 +170,7 @@ def test_nanogpt_searches_trains_and_is_run_with_its_plan(tmp_path: Path) -> Non
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("probed_machine")
 def test_two_ranks_search_train_and_resume(tmp_path: Path) -> None:
     script = str(EXAMPLES / "two_ranks.py")
     assert "2 ranks" in run(tmp_path, script, "--search", "--budget", "60s")
@@ -163,6 +183,7 @@ def test_two_ranks_search_train_and_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("probed_machine")
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbformat
     from nbclient import NotebookClient
@@ -182,6 +203,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("probed_machine")
 @pytest.mark.parametrize(
     ("name", "needs"),
     [

@@ -36,7 +36,7 @@ def test_a_stranger_is_planned_verified_and_applied(name: str, folder: Path) -> 
     assert ending.parity["passed"] and len(ending.losses) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the refusal itself: tests/strategies/test_run.py
 def test_what_only_the_user_knows_is_asked_for(folder: Path) -> None:
     ending = zoo.run_one(BY_NAME["resnet-unfixed"], BUDGET_S, folder)
     assert ending.ended == "refused", f"{ending.in_words}: {ending.error}\n{ending.raised}"

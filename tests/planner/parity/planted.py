@@ -12,11 +12,34 @@ from typing import Any
 import torch
 
 from autoplan.planner.parity import candidate as candidate_module
+from autoplan.planner.parity.differences import excess
 from autoplan.planner.parity.records import CHECK_STEPS
+from autoplan.planner.records.trials import Parity
 from autoplan.strategies.analysis.structure import disable_dropout
 from autoplan.strategies.techniques import loss_kernels
+from autoplan.strategies.workloads.workload import Workload
+from tests.strategies.tiny import GPT2, language
 
 Plant = Callable[[Any], None]
+
+
+def decaying(fields: dict[str, Any] = GPT2, **options: Any) -> Workload:
+    """A language model whose learning rate falls at every step."""
+    workload = language(fields, **options)
+    workload.build_schedule = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 / (1 + step)
+    )
+    return workload
+
+
+def clipped() -> Workload:
+    """One whose gradients are clipped, and whose weights decay."""
+    return decaying(max_grad_norm=0.3, weight_decay=0.01)
+
+
+def failed(parity: Parity) -> set[str]:
+    """The names of the comparisons that failed."""
+    return {check.name for check in parity.checks if excess(check) > 1}
 
 
 def plant(monkeypatch: Any, change: Plant) -> None:

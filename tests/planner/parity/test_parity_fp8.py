@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from autoplan.planner.parity.differences import excess
 from autoplan.planner.parity.tolerances import TOLERANCES, tolerance_of
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
@@ -12,6 +11,7 @@ from autoplan.strategies.techniques import fp8 as fp8_module
 from autoplan.strategies.techniques.fp8 import RECIPES, emulated_fp8, selected_linears
 from tests.contracts.parity_contract import check_parity
 from tests.planner.parity import planted
+from tests.planner.parity.planted import failed
 from tests.strategies.tiny import BERT, LLAMA, T5, language
 
 pytestmark = pytest.mark.torchao
@@ -29,20 +29,12 @@ def config(recipe, **knobs):
     return TrainingConfig.model_validate({"micro_batch": 2, "precision": "bf16", "fp8": recipe} | knobs)
 
 
-def failed(parity):
-    return {check.name for check in parity.checks if excess(check) > 1}
-
-
 def differences(parity):
     return {check.name: check.difference for check in parity.checks}
 
 
 def decaying():
-    workload = language(LLAMA, max_grad_norm=0.3, weight_decay=0.01)
-    workload.build_schedule = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 1 / (1 + step)
-    )
-    return workload
+    return planted.decaying(LLAMA, max_grad_norm=0.3, weight_decay=0.01)
 
 
 @pytest.mark.parametrize("model", [LLAMA, BERT], ids=["llama", "bert"])

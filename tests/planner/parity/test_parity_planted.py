@@ -8,38 +8,27 @@ import torch
 from torch import nn
 
 from autoplan.planner.parity.compare import compare
-from autoplan.planner.parity.differences import excess
 from autoplan.strategies import run as run_module
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.workloads.workload import LossSum
 from tests.cases import some
-from tests.contracts.parity_contract import candidate, check_parity, reference
+from tests.contracts.parity_contract import candidate, check_parity, check_parity_of, plain_beside, reference
 from tests.planner.parity import planted
+from tests.planner.parity.planted import clipped, decaying, failed
 from tests.strategies.tiny import GPT2, LLAMA, classifier, language
 
 
 @pytest.fixture(params=some(["fp32", "bf16"], ["bf16"]))  # what the wider tolerance sees, the narrower sees too
 def config(request):
-    return TrainingConfig(micro_batch=2, precision=request.param)
-
-
-def decaying(**options):
-    """A language model whose learning rate falls at every step."""
-    workload = language(**options)
-    workload.build_schedule = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 1 / (1 + step)
-    )
-    return workload
-
-
-def failed(parity):
-    """The names of the comparisons that failed."""
-    return {check.name for check in parity.checks if excess(check) > 1}
+    config = TrainingConfig(micro_batch=2, precision=request.param)
+    for build in (language, clipped):
+        plain_beside(build, config)  # before anything is planted
+    return config
 
 
 def test_nothing_planted_passes(config):
-    parity = check_parity(decaying(max_grad_norm=0.3, weight_decay=0.01), config)
+    parity = check_parity_of(clipped, config)
     assert parity.passed, parity.failures
     assert not parity.failures and not failed(parity)
 
@@ -85,7 +74,7 @@ OPTIMIZER = "parameters after the optimizer's steps"
 )
 def test_planted_in_the_run(monkeypatch, config, change, seen_in):
     planted.plant(monkeypatch, change)
-    parity = check_parity(decaying(max_grad_norm=0.3, weight_decay=0.01), config)
+    parity = check_parity_of(clipped, config)
     assert not parity.passed
     assert seen_in in failed(parity), parity.failures
     assert parity.failures[0] in parity.note
@@ -149,7 +138,7 @@ def test_clipping_does_not_reach_what_was_recorded():
 def test_wrong_scale(monkeypatch, config):
     """The 1/A of gradient accumulation is missing. Adam and clipping hide it from the update; the gradient shows it."""
     monkeypatch.setattr(TrainingRun, "_loss_scale", lambda self, divisor: self.accumulation / divisor)
-    parity = check_parity(language(), config)
+    parity = check_parity_of(language, config)
     assert not parity.passed
     assert parity.worst_gradient_difference > 0.5
 
@@ -157,7 +146,7 @@ def test_wrong_scale(monkeypatch, config):
 def test_slightly_wrong_scale(monkeypatch, config):
     """A mean of the micro-batches' means, where the micro-batches count differently."""
     monkeypatch.setattr(TrainingRun, "micro_step", mean_of_means)
-    parity = check_parity(language(), config)
+    parity = check_parity_of(language, config)
     assert not parity.passed
 
 
@@ -187,34 +176,33 @@ def test_mean_of_means_of_a_workload_that_does_not_count_ahead(monkeypatch):
 def test_later_micro_batches_dropped(monkeypatch, config, kept):
     whole = run_module.device_micro_batches
     monkeypatch.setattr(run_module, "device_micro_batches", lambda *given: list(whole(*given))[:kept])
-    parity = check_parity(language(), config)
+    parity = check_parity_of(language, config)
     assert {"whole gradient, step 1", "gradient scale, step 1"} <= failed(parity)
 
 
 def test_last_micro_batch_dropped(monkeypatch, config):
     whole = run_module.device_micro_batches
     monkeypatch.setattr(run_module, "device_micro_batches", lambda *given: list(whole(*given))[:-1])
-    assert not check_parity(language(), config).passed
+    assert not check_parity_of(language, config).passed
 
 
 def test_missing_step(monkeypatch, config):
     monkeypatch.setattr(TrainingRun, "_step_optimizer", lambda self: False)
-    parity = check_parity(language(), config)
+    parity = check_parity_of(language, config)
     assert not parity.passed
     assert parity.worst_update_difference == pytest.approx(1.0)
     assert "the optimizer was stepped 0 times in step 1" in parity.failures
 
 
 def test_untied_weight(config):
-    workload = language()
-    build = workload.build_model
+    build = language().build_model
 
     def untied():
         model = build()
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
         return model
 
-    plain = reference(workload, config)
+    plain = plain_beside(language, config)
     wrong = language()
     wrong.build_model = untied
     parity = compare(plain, [candidate(wrong, config, plain)], config)
@@ -224,7 +212,7 @@ def test_untied_weight(config):
 
 def test_another_start(config):
     """Weights from another seed: the gradients may be alike, the start is not."""
-    plain = reference(language(), config)
+    plain = plain_beside(language, config)
     parity = compare(plain, [candidate(language(seed=1), config, plain)], config)
     assert "start" in failed(parity)
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autoplan.planner.parity.compare import compare
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, Workload
-from tests.contracts.parity_contract import candidate, reference
+from tests.contracts.parity_contract import check_parity_of
 from tests.planner.parity import planted
 from tests.strategies.tiny import GPT2, LLAMA, language
 
@@ -498,16 +497,8 @@ def rows_of(rows: list[tuple[Callable[[Any], None], str, dict[str, Any]]], few: 
     return found
 
 
-@functools.cache
-def plain_run(build: Callable[[], Workload]) -> Any:
-    """The reference is the same for all knobs here."""
-    return reference(build(), TrainingConfig(micro_batch=2))
-
-
 def verdict(build: Callable[[], Workload], knobs: dict[str, Any]) -> Any:
-    config = TrainingConfig.model_validate({"micro_batch": 2, **knobs})
-    plain = plain_run(build)
-    return compare(plain, [candidate(build(), config, plain)], config)
+    return check_parity_of(build, TrainingConfig.model_validate({"micro_batch": 2, **knobs}))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

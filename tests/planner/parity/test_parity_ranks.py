@@ -21,13 +21,19 @@ def zygote(training_zygote):
     return training_zygote
 
 
-@pytest.fixture
-def check(zygote, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(GPT2))
-    spec = make_spec(model=str(path), global_batch=32)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of the model, and the references that are kept: those of one test answer in the next."""
+    made = tmp_path_factory.mktemp("parity")
+    (made / "config.json").write_text(json.dumps(GPT2))
+    return made
 
-    def run(deadline_s=120.0, **knobs):
+
+@pytest.fixture
+def check(zygote, folder, tmp_path):
+    spec = make_spec(model=str(folder / "config.json"), global_batch=32)
+
+    def run(deadline_s=120.0, kept=folder / "kept", **knobs):
         config = TrainingConfig.model_validate({"micro_batch": 4} | knobs)
         return run_parity(
             zygote,
@@ -36,22 +42,23 @@ def check(zygote, tmp_path):
             device="cpu",
             directory=tmp_path / "check",
             deadline_s=deadline_s,
-            cache_dir=tmp_path / "kept",
+            cache_dir=kept,
         )
 
     return run
 
 
 def test_one_rank_and_the_reference_is_kept(check, tmp_path):
-    verdict = check(loss="fused", checkpointing="full")
+    kept_here = tmp_path / "kept"
+    verdict = check(kept=kept_here, loss="fused", checkpointing="full")
     assert verdict.passed, verdict.model_dump_json()
     assert verdict.worst_gradient_difference < 1e-4
     assert verdict.global_batch == 10 and verdict.sequence_length == 64
     assert "micro-batches of 2" in verdict.note
-    kept = list((tmp_path / "kept").glob("reference-*/measurements.json"))
-    stamp = kept[0].stat().st_mtime_ns
-    assert check(precision="bf16").passed
-    assert [path.stat().st_mtime_ns for path in (tmp_path / "kept").glob("reference-*/measurements.json")] == [stamp]
+    (kept,) = kept_here.glob("reference-*/measurements.json")
+    stamp = kept.stat().st_mtime_ns
+    assert check(kept=kept_here, precision="bf16").passed
+    assert [path.stat().st_mtime_ns for path in kept_here.glob("reference-*/measurements.json")] == [stamp]
 
 
 TWO_RANKS = {
@@ -97,9 +104,9 @@ def test_a_candidate_that_does_not_run_has_not_passed(check):
     assert verdict.model_validate_json(verdict.model_dump_json()) == verdict
 
 
-def test_a_check_past_its_deadline_is_no_verdict(check):
+def test_a_check_past_its_deadline_is_no_verdict(check, tmp_path):
     with pytest.raises(TaskFailedError, match="deadline"):
-        check(deadline_s=0.05)
+        check(deadline_s=0.05, kept=tmp_path / "kept")
 
 
 def test_own_length_and_its_reference(zygote, tmp_path):

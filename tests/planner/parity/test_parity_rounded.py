@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from autoplan.planner.parity.differences import excess
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.techniques import rounded_steps
 from autoplan.strategies.techniques.mesh import local_tensor
 from autoplan.strategies.techniques.rounded_steps import StepRounding, rounding_of
-from tests.contracts.parity_contract import check_parity
+from tests.cases import some
+from tests.contracts.parity_contract import check_parity, check_parity_of, plain_beside
 from tests.planner.parity import planted
+from tests.planner.parity.planted import clipped, failed
 from tests.strategies.tiny import BERT, LLAMA, classifier, language
 
 BF16 = {"parameters": "bf16", "precision": "bf16"}
@@ -23,25 +24,26 @@ FORMS = {"bf16": BF16, "chance": CHANCE, "moments": MOMENTS, "both": BF16 | MOME
 OPTIMIZER = "parameters after the optimizer's steps"
 
 
-@pytest.fixture(params=FORMS.values(), ids=FORMS)
+@pytest.fixture(params=some(FORMS, ["both"]))  # a run that keeps parameters and moments rounded does all of it
 def config(request):
-    return TrainingConfig.model_validate({"micro_batch": 2} | request.param)
+    return config_of(FORMS[request.param])
 
 
-def decaying(**options):
-    workload = language(max_grad_norm=0.3, weight_decay=0.01, **options)
-    workload.build_schedule = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 1 / (1 + step)
-    )
-    return workload
+def config_of(form):
+    return TrainingConfig.model_validate({"micro_batch": 2} | form)
 
 
-def failed(parity):
-    return {check.name for check in parity.checks if excess(check) > 1}
+@pytest.fixture(scope="module", autouse=True)
+def _plain_runs():
+    """Made before anything is planted."""
+    for form in FORMS.values():
+        plain_beside(clipped, config_of(form))
 
 
-def test_a_right_run_passes(config):
-    parity = check_parity(decaying(), config)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_right_run_passes(form):
+    config = config_of(FORMS[form])
+    parity = check_parity_of(clipped, config)
     assert parity.passed, parity.failures
     assert parity.changes_numerics
     names = {check.name for check in parity.checks}
@@ -89,7 +91,7 @@ def test_moments_of_gradients_that_are_all_rounding():
 )
 def test_planted_in_the_run(monkeypatch, config, change, seen_in):
     planted.plant(monkeypatch, change)
-    parity = check_parity(decaying(), config)
+    parity = check_parity_of(clipped, config)
     assert not parity.passed
     assert seen_in in failed(parity), parity.failures
 
@@ -97,18 +99,18 @@ def test_planted_in_the_run(monkeypatch, config, change, seen_in):
 def test_a_missing_accumulation_factor(monkeypatch, config):
     honest = TrainingRun.loss_divisor
     monkeypatch.setattr(TrainingRun, "loss_divisor", lambda self, batch: honest(self, batch) / self.accumulation)
-    assert "gradient scale, step 1" in failed(check_parity(decaying(), config))
+    assert "gradient scale, step 1" in failed(check_parity_of(clipped, config))
 
 
 def test_a_dropped_micro_batch(monkeypatch, config):
     honest = TrainingRun.micro_batches
     monkeypatch.setattr(TrainingRun, "micro_batches", lambda self, batch: list(honest(self, batch))[:-1])
-    assert not check_parity(decaying(), config).passed
+    assert not check_parity_of(clipped, config).passed
 
 
 def test_a_missing_step(monkeypatch, config):
     monkeypatch.setattr(TrainingRun, "_step_optimizer", lambda self: False)
-    parity = check_parity(decaying(), config)
+    parity = check_parity_of(clipped, config)
     assert any("stepped 0 times" in failure for failure in parity.failures)
 
 
@@ -147,7 +149,7 @@ def parameters_never_written(run):
 )
 def test_planted_in_the_master_copies(monkeypatch, change, seen_in):
     planted.plant(monkeypatch, change)
-    parity = check_parity(decaying(), TrainingConfig.model_validate({"micro_batch": 2} | BF16))
+    parity = check_parity_of(clipped, config_of(BF16))
     assert seen_in in failed(parity), parity.failures
 
 
@@ -160,7 +162,7 @@ def test_rounding_that_is_not_by_chance(monkeypatch, wrong):
         return (value.contiguous().view(torch.int32) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
 
     monkeypatch.setattr(rounded_steps, "round_by_chance", locals()[wrong])
-    parity = check_parity(decaying(), TrainingConfig.model_validate({"micro_batch": 2} | CHANCE))
+    parity = check_parity_of(clipped, config_of(CHANCE))
     assert "rounding by chance" in failed(parity), parity.failures
 
 
@@ -168,9 +170,9 @@ def test_rounding_that_is_not_by_chance(monkeypatch, wrong):
 @pytest.mark.parametrize("form", [{}, BF16], ids=["own", "bf16"])
 def test_moments_in_8_bits(monkeypatch, form):
     config = TrainingConfig.model_validate({"micro_batch": 2, "optimizer_state": "8bit"} | form)
-    assert check_parity(decaying(), config).passed
+    assert check_parity(clipped(), config).passed
     planted.plant(monkeypatch, planted.other_betas)
-    assert OPTIMIZER in failed(check_parity(decaying(), config))
+    assert OPTIMIZER in failed(check_parity(clipped(), config))
 
 
 QWEN: dict[str, Any] = {
@@ -193,7 +195,7 @@ def test_moments_in_8_bits_of_parameters_with_small_gradients(monkeypatch):
 
 def test_moments_that_are_not_kept(monkeypatch):
     monkeypatch.setattr(rounded_steps, "round_by_chance", lambda value, generator: torch.zeros_like(value).bfloat16())
-    parity = check_parity(decaying(), TrainingConfig.model_validate({"micro_batch": 2} | MOMENTS))
+    parity = check_parity_of(clipped, config_of(MOMENTS))
     assert "moments as they are kept" in failed(parity), parity.failures
 
 
@@ -204,4 +206,4 @@ def test_a_tied_weight_that_is_cast_twice(monkeypatch):
         run.model.lm_head.weight = nn.Parameter(run.model.lm_head.weight.detach().clone())
 
     planted.plant(monkeypatch, untie)
-    assert not check_parity(decaying(), TrainingConfig.model_validate({"micro_batch": 2} | BF16)).passed
+    assert not check_parity_of(clipped, config_of(BF16)).passed
