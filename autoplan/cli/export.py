@@ -20,7 +20,7 @@ def export_command(
             "--to",
             metavar="TARGET",
             help="json, yaml, pytorch (a script that needs no autoplan), torchrun, slurm, ray, transformers, trl, "
-            "accelerate, deepspeed, lightning or fabric.",
+            "accelerate, deepspeed, lightning, fabric, torchtitan or megatron.",
         ),
     ] = "pytorch",
     out: Annotated[

@@ -7,5 +7,6 @@
 - user_code.py: what exports run of other people's code, behind limits; model_summary.py: what it says of the model;
 - documents.py: the targets `json` and `yaml`; pytorch.py: `pytorch`; launch.py: `torchrun` and `slurm`; ray.py: `ray`;
 - accelerate.py, deepspeed.py, lightning.py (`lightning` and `fabric`), transformers.py (`transformers` and `trl`):
-  modules for loops and trainers, with what the tool reads.
+  modules for loops and trainers, with what the tool reads;
+- torchtitan.py, megatron.py: recipes of trainers with models of their own; pretraining.py: what both share.
 """

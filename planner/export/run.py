@@ -35,6 +35,8 @@ TARGETS: Mapping[str, tuple[str, str]] = {
     "deepspeed": ("autoplan.planner.export.deepspeed", "DeepspeedTarget"),
     "lightning": ("autoplan.planner.export.lightning", "LightningTarget"),
     "fabric": ("autoplan.planner.export.lightning", "FabricTarget"),
+    "megatron": ("autoplan.planner.export.megatron", "MegatronTarget"),
+    "torchtitan": ("autoplan.planner.export.torchtitan", "TorchtitanTarget"),
 }
 
 

@@ -1,7 +1,7 @@
 """The names of a tool's settings, as data: which key says what, per version of the tool.
 
 In: a tool's name, and its version. Out: the table that fits, from `keys/<tool>.json`. A table is for the versions from
-its `since` on; `verified` is the version whose own reader read every key of it back.
+its `since` on (and before its `before`); `verified` is the version whose own reader read every key of it back.
 """
 
 from __future__ import annotations
@@ -85,12 +85,17 @@ def pick_table(tool: str, version: str | None) -> dict[str, Any]:
         ExportError: no table is for that version.
     """
     tables = _tables(tool)
-    fitting = [table for table in tables if version is None or _number(table["since"]) <= _number(version)]
+    fitting = [
+        table
+        for table in tables
+        if version is None or _number(table["since"]) <= _number(version) < _number(table.get("before", "9999"))
+    ]
     if not fitting:
         since = ", ".join(table["since"] for table in tables)
+        before = "".join(f", and end before {table['before']}" for table in tables[:1] if "before" in table)
         raise ExportError(
             f"no key table fits {tool} {version}",
-            hint=f"Tables start at {since}. Install such a version, or use another target.",
+            hint=f"Tables start at {since}{before}. Install such a version, or use another target.",
         )
     return max(fitting, key=lambda table: _number(table["since"]))
 

@@ -51,9 +51,9 @@ def plan_values(
 Need = Literal["tensor parallelism", "pipeline parallelism", "replicas of shards", "shards on a CPU"]
 
 _CARRIED_BY: dict[Need, tuple[str, ...]] = {
-    "tensor parallelism": ("pytorch", "ray", "torchrun", "slurm"),
-    "pipeline parallelism": ("torchrun", "slurm"),
-    "replicas of shards": ("pytorch", "accelerate"),
+    "tensor parallelism": ("pytorch", "ray", "torchtitan", "megatron"),
+    "pipeline parallelism": ("torchrun", "slurm", "torchtitan", "megatron"),
+    "replicas of shards": ("pytorch", "accelerate", "torchtitan"),
     "shards on a CPU": ("pytorch", "deepspeed", "lightning", "fabric"),
 }
 
