@@ -23,10 +23,17 @@ from autoplan.files import source_version
 from autoplan.probes.collectives import CPU_SIZES_BYTES, CUDA_SIZES_BYTES, OPERATIONS, make_reading
 from autoplan.probes.merge import merge_measured
 from autoplan.probes.profile import CollectiveReading, Device, HardwareProfile
-from autoplan.probes.run import default_budget_s, host_limit_bytes, make_request, pick_device, read_host_profile
+from autoplan.probes.run import (
+    default_budget_s,
+    host_limit_bytes,
+    machine_is,
+    make_request,
+    pick_device,
+    read_host_profile,
+)
 from autoplan.probes.worker import Measured, probe_devices
 from autoplan.processes import ProcessReport, Task, Zygote, run_again
-from autoplan.processes.engines import ENGINES, with_engine
+from autoplan.processes.engines import ENGINES, is_outside, with_engine
 from autoplan.processes.nodes import Nodes, parse_layout
 from autoplan.record import Reading, Record
 
@@ -39,6 +46,9 @@ LINKS_S = 20.0
 
 LEAST_S = 0.5
 """Of one operation over one group."""
+
+READ_S = 120.0
+"""For a rank to read what its node is; a driver can take tens of seconds."""
 
 MOST_FOR_ALL_PAIRS = 8
 """With more nodes than this, each is measured with the next one alone: n pairs in place of n (n - 1) / 2."""
@@ -119,7 +129,8 @@ def probe_nodes(
     count, ranks = parse_layout(nodes)
     if launcher not in ENGINES:
         raise UsageError(f"--launcher is {launcher!r}", hint="It is elastic, slurm or ray.")
-    kind = pick_device(read_host_profile(), device)
+    outside = is_outside(launcher)  # what devices there are is then seen on the nodes
+    wanted = device or "cuda" if outside else pick_device(read_host_profile(), device)
 
     def work(engine: Engine | None) -> NodesProfile:
         assert engine is not None, "a launcher over nodes has an engine"
@@ -132,9 +143,28 @@ def probe_nodes(
             on_note=on_progress,
             preload=("torch", "autoplan.probes.nodes"),
         ) as zygote:
-            return _probe(zygote, launcher, (count, ranks), kind, budget_s or default_budget_s(kind), on_progress)
+            profile = read_host_profile() if engine.here else read_first_profile(zygote)
+            kind = pick_device(profile, device)
+            with machine_is(profile):
+                return _probe(zygote, launcher, (count, ranks), kind, budget_s or default_budget_s(kind), on_progress)
 
-    return with_engine(launcher, ranks if kind == "cuda" else 0, work, lambda _: True)
+    return with_engine(launcher, ranks if wanted == "cuda" else 0, work, lambda _: True)
+
+
+def read_first_profile(zygote: Nodes) -> HardwareProfile:
+    """What is read of the first node, where this machine is none; waits until all nodes are there.
+
+    Raises:
+        DidNotRunError: something outside ended it each time.
+    """
+    zygote.await_nodes()
+    task = Task(target=f"{__name__}:say_profile", total_deadline_s=READ_S)
+    return HardwareProfile.model_validate(_settled(zygote, task).check().results[0])
+
+
+def say_profile(context: RankContext) -> HardwareProfile:
+    """What is read of this node."""
+    return read_host_profile()
 
 
 def say_version(context: RankContext) -> str:

@@ -6,8 +6,9 @@ In: a zygote, which device, a budget. Out: a `HardwareProfile`, from the cache w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -45,6 +46,18 @@ COLLECTIVES_S = 5.0
 # More ranks than this on one CPU share cores that the collective itself needs.
 MOST_CPU_RANKS = 4
 
+_OF_NODES: ContextVar[HardwareProfile | None] = ContextVar("_OF_NODES", default=None)
+
+
+@contextmanager
+def machine_is(profile: HardwareProfile) -> Iterator[None]:
+    """Until its end `read_host_profile` gives this one: the ranks run on such nodes, and this machine is none."""
+    token = _OF_NODES.set(profile)
+    try:
+        yield
+    finally:
+        _OF_NODES.reset(token)
+
 
 def read_host_profile(*, api: Any = None) -> HardwareProfile:
     """The facts that can be read without measuring: it takes milliseconds, no torch, no CUDA context.
@@ -52,6 +65,8 @@ def read_host_profile(*, api: Any = None) -> HardwareProfile:
     Args:
         api: Anything shaped like the `pynvml` module; None takes the real one.
     """
+    if (of_nodes := _OF_NODES.get()) is not None:
+        return of_nodes
     started = time.perf_counter()
     gpus = read_gpus(api)
     host = read_host(driver=gpus.driver)

@@ -178,10 +178,18 @@ class Agent:
                         if header.get("why"):
                             print(f"autoplan: the planner cannot use this node: {header['why']}", file=sys.stderr)
                         return int(bool(header.get("why")))
+                    if header["kind"] == "port":
+                        self._say_port()
                     if header["kind"] == "run":
                         self._run(zygote, header["task"])
             finally:
                 self._ended.set()
+
+    def _say_port(self) -> None:
+        """Where the ranks of a task can meet; if another program takes the port first, the task is run again."""
+        address = self._connection.getsockname()[0]
+        with socket.create_server((address, 0)) as found:
+            self._send({"kind": "port", "address": address, "port": found.getsockname()[1]})
 
     def _run(self, zygote: Zygote, asked: dict[str, Any]) -> None:
         folder = Path(tempfile.mkdtemp(prefix=folder_prefix("task")))
@@ -190,9 +198,9 @@ class Agent:
             place = Placement(**asked.pop("placement"), local_addr=self._connection.getsockname()[0])
             if not asked["target"].startswith("autoplan."):
                 raise RefusedError(f"the planner asked for {asked['target']}")
-            whole = place.world_size == asked["ranks"]
+            whole, tells = place.world_size == asked["ranks"], asked.pop("progress", False)
             task = Task(**asked, args=args, directory=folder, placement=None if whole else place)
-            report = zygote.run(task, on_progress=self._look)
+            report = zygote.run(task, on_progress=self._tell if tells else self._look)
             for path in sorted(path for path in folder.iterdir() if path.is_file()):
                 self._send_file(path, place.first_rank)
             self._send({"kind": "ended", "report": report.model_dump(mode="json")})
@@ -208,6 +216,11 @@ class Agent:
         frame = self._read(0)
         if frame is not None and frame[0]["kind"] == "cancel":
             raise StopTask
+
+    def _tell(self, progress: Progress) -> None:
+        """The same where the first rank is here: the planner has no rank of its own to look at."""
+        self._send({"kind": "progress", "progress": progress.model_dump(mode="json")})
+        self._look(progress)
 
     def _send_file(self, path: Path, first_rank: int) -> None:
         """A file of the ranks, under the numbers that they have among all."""

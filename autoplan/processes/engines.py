@@ -2,7 +2,8 @@
 
 - `elastic`: one torchrun on each node starts the same command, as it does for `autoplan run`. The first rank searches,
   the others are agents, and find it through torchrun's own store. torchrun starts lost ones again (--max-restarts).
-- `slurm`: inside an allocation, one `srun` for each other node of it.
+- `slurm`: inside an allocation, one `srun` for each other node of it. Outside, as on a login node, `sbatch` of a job
+  with an agent on each of its nodes; this machine then runs no rank.
 - `ray`: an actor for each other node of the cluster, with the node's GPUs.
 
 What an agent needs to know goes in its environment or through the engine, never in a command line.
@@ -14,6 +15,8 @@ import contextlib
 import json
 import os
 import platform
+import secrets
+import shlex
 import shutil
 import socket
 import subprocess
@@ -25,7 +28,7 @@ from typing import Any, TypeVar
 
 from autoplan.errors import DeviceError, UsageError
 from autoplan.processes import agent
-from autoplan.processes.nodes import Engine
+from autoplan.processes.nodes import Engine, Wanted
 
 ADDRESS_VARIABLE = "AUTOPLAN_ADDRESS"
 """The IPv4 address that the other nodes reach this one at, where the engine's own name for it is not that."""
@@ -83,7 +86,7 @@ class Elastic:
         UsageError: this process was not started by torchrun.
     """
 
-    name = "elastic"
+    name, here = "elastic", True
 
     def __init__(self, gpus_per_node: int = 0) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -105,10 +108,10 @@ class Elastic:
         """MASTER_ADDR is this node's own on the first node."""
         return own_address(self._host)
 
-    def ensure(self, planner: str, token: str) -> None:
+    def ensure(self, wanted: Wanted) -> None:
         """Tells the agents where the planner is, once."""
         if not self._said:
-            self._store("set", json.dumps([planner, token]))
+            self._store("set", json.dumps([wanted.planner, wanted.token]))
             self._said = True
 
     def serve(self) -> int:
@@ -163,17 +166,16 @@ class Slurm:
         DeviceError: srun or scontrol is not installed.
     """
 
-    name = "slurm"
+    name, here = "slurm", True
 
     def __init__(self, gpus_per_node: int = 0) -> None:
         if "SLURM_JOB_NODELIST" not in os.environ or "SLURMD_NODENAME" not in os.environ:
             raise UsageError(
-                "--launcher slurm needs a node of an allocation",
-                hint="sbatch --nodes 2 --exclusive --wrap 'autoplan search ... --launcher slurm --nodes 2x8'",
+                "--launcher slurm was given in an allocation, on none of its nodes",
+                hint="In the allocation: srun --nodes 1 --ntasks 1 --overlap autoplan ...; outside of any allocation "
+                "autoplan makes a job of its own.",
             )
-        for program in ("srun", "scontrol"):
-            if shutil.which(program) is None:
-                raise DeviceError(f"{program} of SLURM is not on the PATH", hint="On Debian: apt install slurm-client.")
+        _need("srun", "scontrol")
         named = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
         nodes = subprocess.run(named, capture_output=True, text=True, check=True).stdout.split()
         self._here = os.environ["SLURMD_NODENAME"]
@@ -184,7 +186,7 @@ class Slurm:
         """What the name of this node resolves to."""
         return own_address(self._here)
 
-    def ensure(self, planner: str, token: str) -> None:
+    def ensure(self, wanted: Wanted) -> None:
         """One srun for each other node; one that has ended is started again."""
         for node in self._others:
             if node in self._running and self._running[node].poll() is None:
@@ -193,7 +195,7 @@ class Slurm:
             one = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={node}", "--export=ALL"]
             steps = [*one, "--unbuffered", "--quiet", *_COMMAND]
             self._running[node] = subprocess.Popen(
-                steps, env=child_environment(planner, token), stdin=subprocess.DEVNULL, stdout=2
+                steps, env=child_environment(wanted.planner, wanted.token), stdin=subprocess.DEVNULL, stdout=2
             )
 
     def close(self) -> None:
@@ -205,6 +207,163 @@ class Slurm:
         """Nothing waits."""
 
 
+class SlurmJob:
+    """A job of its own: `sbatch` has SLURM choose the nodes, and `srun` starts an agent on each. This machine has none.
+
+    What the job needs besides is said as for any sbatch: SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT and so on.
+
+    Args:
+        gpus_per_node: That a trial may use; none are asked for if SLURM has none.
+
+    Raises:
+        DeviceError: a program of SLURM is not installed.
+    """
+
+    name, here = "slurm", False
+
+    def __init__(self, gpus_per_node: int = 0) -> None:
+        _need("sbatch", "squeue", "scancel", "sinfo")
+        has_gpus = gpus_per_node and "gpu" in _run_slurm("sinfo", "--noheader", "--format=%G").stdout
+        self._gpus = gpus_per_node if has_gpus else 0
+        self._job_name = f"autoplan-{secrets.token_hex(4)}"
+        self._log = Path()
+        self._job: str | None = None
+        self._asked = False
+        self._began_at = 0.0
+        self._short = 0
+
+    def address(self) -> str:
+        """What the name of this machine resolves to; agents connect to it."""
+        return own_address(platform.node())
+
+    def ensure(self, wanted: Wanted) -> None:
+        """A job with so many nodes; one that has ended is made again. Waits for as long as SLURM has it wait.
+
+        Raises:
+            DeviceError: SLURM refuses the job, or it ends each time before it has done anything.
+        """
+        state = self._state()
+        if state is None:
+            if self._job is not None:
+                self._count_short()
+            self._submit(wanted)
+            state = self._state()
+        said = ""
+        while state is not None and state[0] in WAITING:
+            if said != state[1]:
+                said = state[1]
+                wanted.on_note(f"job {self._job} of SLURM waits for {wanted.agents} node(s): {said}")
+            time.sleep(QUEUE_LOOK_S)
+            self._began_at, state = time.monotonic(), self._state()
+
+    def _submit(self, wanted: Wanted) -> None:
+        import platformdirs
+
+        folder = Path(platformdirs.user_cache_dir("autoplan")) / "slurm"  # below the home folder, which nodes share
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._log = folder / f"{self._job_name}.log"
+        command = job_command(self._job_name, wanted.agents, self._gpus, self._log)
+        environment = child_environment(wanted.planner, wanted.token)
+        self._asked = True
+        done = subprocess.run(command, input=JOB_SCRIPT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise DeviceError(
+                f"SLURM refuses the job: {_last_line(done.stderr)}",
+                hint="What a job needs here is said by SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT (sbatch(1)).",
+            )
+        self._job, self._began_at = done.stdout.strip().partition(";")[0], time.monotonic()  # ID, or ID;CLUSTER
+
+    def _state(self) -> tuple[str, str] | None:
+        """The job's state and the reason for it; None: there is none, or it has ended."""
+        if self._job is None:
+            return None
+        asked = ("squeue", "--noheader", f"--jobs={self._job}", "--states=all", "--format=%T %r")
+        done = _run_slurm(*asked)
+        if done.returncode and "Invalid job id" not in done.stderr:
+            return "UNKNOWN", "SLURM does not answer"  # no reason to make another one
+        return parse_state(done.stdout)
+
+    def _count_short(self) -> None:
+        """A job whose nodes cannot start an agent would end so each time.
+
+        Raises:
+            DeviceError: the last ones were all short.
+        """
+        self._short = self._short + 1 if time.monotonic() - self._began_at < SHORT_S else 0
+        if self._short >= MOST_SHORT:
+            text = self._log.read_text(errors="replace") if self._log.is_file() else ""
+            raise DeviceError(
+                f"{MOST_SHORT} jobs of SLURM ended at once, the last with: {_last_line(text)}",
+                hint=f"Each node needs {sys.executable} and {self._log.parent} at these paths.",
+            )
+
+    def close(self) -> None:
+        """Ends the job if it does not end by itself, as it does when the agents were told goodbye."""
+        give_up_at = time.monotonic() + 10.0
+        while (state := self._state()) is not None and state[0] not in WAITING and time.monotonic() < give_up_at:
+            time.sleep(0.5)
+        if self._asked:  # by its name: Ctrl-C may have come after sbatch made it and before it said its number
+            _run_slurm("scancel", "--quiet", f"--name={self._job_name}")
+            self._log.unlink(missing_ok=True)
+        self._job, self._asked = None, False
+
+    def leave(self, *, ok: bool) -> None:
+        """Nothing waits."""
+
+
+QUEUE_LOOK_S = 5.0
+"""Between two questions to SLURM about a job that waits."""
+SHORT_S = 20.0
+"""A job that ran for less has done nothing. An agent that cannot start ends after a second or two."""
+MOST_SHORT = 3
+
+WAITING = ("PENDING", "CONFIGURING")
+_ALIVE = (*WAITING, "RUNNING", "SUSPENDED", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING")
+
+JOB_SCRIPT = f"""#!/bin/sh
+# --kill-on-bad-exit: an agent that is killed ends the job, and the planner makes another.
+exec srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --mem=0 \\
+  --cpu-bind=none --kill-on-bad-exit=1 --unbuffered --export=ALL {shlex.join(_COMMAND)}
+"""
+"""What sbatch reads on stdin. Where the planner is, and the token, are in its environment."""
+
+
+def job_command(name: str, nodes: int, gpus_per_node: int, log: Path) -> list[str]:
+    """The sbatch of a job that has whole nodes: what others run there would disturb what is measured.
+
+    Args:
+        name: Of the job.
+        nodes, gpus_per_node: That it needs.
+        log: Where SLURM writes what srun and the agents say.
+    """
+    asked = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", "--exclusive", "--mem=0", "--no-requeue"]
+    asked += [f"--gpus-per-node={gpus_per_node}"] if gpus_per_node else []
+    return ["sbatch", "--parsable", "--export=ALL", f"--output={log}", *asked]
+
+
+def parse_state(text: str) -> tuple[str, str] | None:
+    """State and reason of `squeue --format="%T %r"`; None: there is no such job any more, or it has ended."""
+    state, _, reason = text.strip().partition("\n")[0].partition(" ")
+    return (state, reason) if state in _ALIVE else None
+
+
+def _run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60.0)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", "no answer in a minute")
+
+
+def _need(*programs: str) -> None:
+    for program in programs:
+        if shutil.which(program) is None:
+            raise DeviceError(f"{program} of SLURM is not on the PATH", hint="On Debian: apt install slurm-client.")
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["(nothing)"])[-1]
+
+
 class Ray:
     """An actor of Ray on each other node of the cluster starts the agent, and has the node's GPUs.
 
@@ -212,7 +371,7 @@ class Ray:
         DeviceError: Ray is not installed, or no cluster is found.
     """
 
-    name = "ray"
+    name, here = "ray", True
 
     def __init__(self, gpus_per_node: int = 0) -> None:
         try:
@@ -239,7 +398,7 @@ class Ray:
         """Ray's own for this node."""
         return own_address(self._ray.util.get_node_ip_address())
 
-    def ensure(self, planner: str, token: str) -> None:
+    def ensure(self, wanted: Wanted) -> None:
         """One actor for each living node but this; one whose agent has ended is started again."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -251,7 +410,7 @@ class Ray:
             place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             kind = self._ray.remote(num_cpus=1, num_gpus=self._gpus, scheduling_strategy=place)(RayNode)
             self._actors[node] = kind.remote()
-            self._ends[node] = self._actors[node].serve.remote(planner, token)
+            self._ends[node] = self._actors[node].serve.remote(wanted.planner, wanted.token)
 
     def close(self) -> None:
         """Ends the actors, and gives their nodes back."""
@@ -280,7 +439,16 @@ class RayNode:
         return platform.node()
 
 
-ENGINES: dict[str, Callable[..., Engine]] = {"elastic": Elastic, "slurm": Slurm, "ray": Ray}
+def is_outside(launcher: str) -> bool:
+    """Whether this machine is none of the nodes: with SLURM, outside of any allocation."""
+    return launcher == "slurm" and "SLURM_JOB_ID" not in os.environ
+
+
+def _open_slurm(gpus_per_node: int = 0) -> Engine:
+    return SlurmJob(gpus_per_node) if is_outside("slurm") else Slurm(gpus_per_node)
+
+
+ENGINES: dict[str, Callable[..., Engine]] = {"elastic": Elastic, "slurm": _open_slurm, "ray": Ray}
 """By their names in --launcher. Each is made with the number of GPUs on a node."""
 
 

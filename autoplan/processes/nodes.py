@@ -5,12 +5,14 @@
 
 `Nodes` is a `Zygote`: a task that fits on one node runs here, as without nodes. One that does not is divided: the first
 ranks run here, the next on each agent, each part under its node's own supervisor (deadlines, memory, process trees,
-output). What comes back is one `ProcessReport`. A node that is gone or silent makes it `Ended.NODE_LOST`, which is no
-verdict on the task; `run_again` then tries it on the agents that are there.
+output). Where this machine is no node (`Engine.here`), all parts run on agents, also that of a task of one rank. What
+comes back is one `ProcessReport`. A node that is gone or silent makes it `Ended.NODE_LOST`, which is no verdict on the
+task; `run_again` then tries it on the agents that are there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import select
@@ -19,13 +21,14 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from autoplan.errors import DeviceError, UsageError
 from autoplan.processes.agent import encode, prove, set_keepalive
 from autoplan.processes.client import Zygote
+from autoplan.processes.files import clear_rank_files
 from autoplan.processes.owner import folder_prefix
 from autoplan.processes.report import Ended, ProcessReport, RankReport, StopTask, build_report
 from autoplan.processes.supervisor import EFFECT_WITHIN_S
@@ -70,21 +73,35 @@ def parse_layout(text: object) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What an engine is told of the agents that it shall start.
+
+    Attributes:
+        planner: HOST:PORT to connect to.
+        token: What an agent proves itself with; never for a command line.
+        agents: How many there shall be, where the engine chooses the nodes.
+        on_note: Is told what the engine waits for.
+    """
+
+    planner: str
+    token: str
+    agents: int
+    on_note: Callable[[str], None]
+
+
 class Engine(Protocol):
     """What starts the agents: SLURM, Ray, torch elastic (engines.py)."""
 
     name: str
+    here: bool
+    """Whether this machine is the first node. If not, it runs no rank: all nodes have agents."""
 
     def address(self) -> str:
         """The IPv4 address of this node that the others reach."""
 
-    def ensure(self, planner: str, token: str) -> None:
-        """Starts an agent on each other node that has none; called again and again while a node is missing.
-
-        Args:
-            planner: HOST:PORT to connect to.
-            token: What an agent proves itself with; never for a command line.
-        """
+    def ensure(self, wanted: Wanted) -> None:
+        """Starts an agent on each other node that has none; called again and again while a node is missing."""
 
     def close(self) -> None:
         """Ends what it started; agents end by themselves when the planner is gone."""
@@ -98,7 +115,7 @@ class Nodes(Zygote):
 
     Args:
         engine: What starts the agents.
-        nodes: How many nodes a task may have, this one among them; agents beyond that wait as spares.
+        nodes: How many nodes a task may have, this one among them if it is one; agents beyond that wait as spares.
         ranks_per_node: Ranks on each.
         check: Is given what a node says of itself (the result of `describe`) and returns why it cannot be used, if so.
         describe: "package.module:function" of autoplan, which an agent runs once in one rank.
@@ -122,6 +139,7 @@ class Nodes(Zygote):
         self.layout = f"{nodes}x{ranks_per_node}"
         self._engine, self._nodes, self._per_node = engine, nodes, ranks_per_node
         self._check, self._describe, self._note = check, describe, on_note
+        self._own = 1 if engine.here else 0
         self._listener: socket.socket | None = None
         self._token = secrets.token_hex(16)
         self._agents: list[AgentLink] = []
@@ -136,15 +154,24 @@ class Nodes(Zygote):
             ZygoteError: no zygote could be started here.
             AutoplanError: the engine cannot be used.
         """
-        super().start()
+        if self._own:
+            super().start()
         if self._listener is None:
             self._listener = socket.create_server((self._engine.address(), 0), backlog=128)
-            self._engine.ensure(self._address, self._token)
+            try:
+                self._ensure()
+            except BaseException:  # Ctrl-C while SLURM has a job wait: nothing of it may stay
+                self.close()
+                raise
 
     def await_nodes(self) -> None:
         """Waits until all nodes are there, or as long as a task would; who is missing then is missed by the tasks."""
         self.start()
-        self._gather(self._nodes - 1)
+        self._gather(self._nodes - self._own)
+
+    def tell(self, on_note: Callable[[str], None]) -> None:
+        """From now on this is told of nodes that come, are refused and are lost."""
+        self._note = on_note
 
     def renew(self) -> None:
         """Ends the zygote here; agents stay."""
@@ -170,20 +197,24 @@ class Nodes(Zygote):
             DeviceError: a node is of another kind, or has another version.
             UsageError: an argument of the task cannot travel, or there are more ranks than all nodes have.
         """
-        if task.ranks <= self._per_node or task.independent:
+        fits = task.ranks <= self._per_node or task.independent  # on one node
+        if fits and self._own:
             self._take_in()
             return super().run(task, on_progress=on_progress)
-        if task.ranks > self._nodes * self._per_node:
+        if not fits and task.ranks > self._nodes * self._per_node:
             raise UsageError(f"a task of {task.ranks} ranks was asked for", hint=f"There are {self.layout}.")
         if task.directory is None:
             with tempfile.TemporaryDirectory(prefix=folder_prefix("task")) as folder:
                 return self.run(replace(task, directory=Path(folder)), on_progress=on_progress)
         requested_at = time.monotonic()
+        if not isinstance(task.target, str):
+            raise UsageError("a task that has no name cannot be sent to another node", hint="Name a function.")
         args = encode(task.args)
         self.start()
-        agents = self._gather(-(-task.ranks // self._per_node) - 1)
-        if len(agents) < -(-task.ranks // self._per_node) - 1:
-            trouble = f"only {1 + len(agents)} of the nodes that it needs ({self.layout}) are there"
+        wanted = (1 if fits else -(-task.ranks // self._per_node)) - self._own
+        agents = self._gather(wanted)
+        if len(agents) < wanted:
+            trouble = f"only {self._own + len(agents)} of the nodes that it needs ({self.layout}) are there"
             ended = {"ended": Ended.NODE_LOST.value, "trouble": trouble}
             return build_report(task, task.directory, requested_at, ended)
         try:
@@ -201,6 +232,10 @@ class Nodes(Zygote):
         assert self._listener is not None
         return "{}:{}".format(*self._listener.getsockname()[:2])
 
+    def _ensure(self) -> None:
+        agents = self._nodes - self._own
+        self._engine.ensure(Wanted(planner=self._address, token=self._token, agents=agents, on_note=self._note))
+
     def _gather(self, wanted: int) -> list[AgentLink]:
         """As many agents as that, once they are there; fewer: they did not come in time."""
         assert self._listener is not None
@@ -211,7 +246,9 @@ class Nodes(Zygote):
                 return self._agents[:wanted]
             if self._refused:
                 raise DeviceError(self._refused[-1], hint="Each node needs the same hardware and the same versions.")
-            self._engine.ensure(self._address, self._token)
+            asked_at = time.monotonic()
+            self._ensure()
+            give_up_at += time.monotonic() - asked_at  # a queue that nodes are waited for in is no part of it
             select.select([self._listener], [], [], LOOK_S)
 
     def _take_in(self) -> None:
@@ -283,9 +320,16 @@ class Nodes(Zygote):
         on_progress: Callable[[Progress], None] | None,
     ) -> ProcessReport:
         assert task.directory is not None
-        address = self._engine.address()
-        with socket.create_server((address, 0)) as found:  # free now; if another takes it, the task is run again
-            port = found.getsockname()[1]
+        per_node = max(task.ranks, self._per_node) if task.independent else self._per_node
+        lead = None if self._own else agents[0]
+        if task.ranks <= per_node:
+            address, port = "", 0  # nobody meets
+        elif lead is not None:
+            address, port = lead.ask_port()
+        else:
+            address = self._engine.address()
+            with socket.create_server((address, 0)) as found:  # free now; if another takes it, the task is run again
+                port = found.getsockname()[1]
         place = {"world_size": task.ranks, "master_addr": address, "master_port": port}
         limits = {
             "target": task.target,
@@ -294,31 +338,38 @@ class Nodes(Zygote):
             "total_deadline_s": task.total_deadline_s,
             "memory_limit_bytes": task.memory_limit_bytes,
             "env": dict(task.env),
+            "independent": task.independent,
         }
         watch = _Watch(agents, on_progress)
-        here = Placement(**place, first_rank=0, local_addr=address)
-        own = replace(task, ranks=self._per_node, placement=here)
         task.directory.mkdir(parents=True, exist_ok=True)
-        for number, agent in enumerate(agents, 1):
-            first = number * self._per_node
-            ranks = min(self._per_node, task.ranks - first)
-            agent.begin({**limits, "ranks": ranks}, {**place, "first_rank": first}, task.directory)
-        local = super().run(own, on_progress=watch.look)
-        stopped = watch.stopped
-        failing_at = None if local.ended is Ended.FINISHED else time.monotonic()
-        while not stopped and any(agent.busy for agent in agents):
+        for number, agent in enumerate(agents, self._own):
+            first = number * per_node
+            ranks = min(per_node, task.ranks - first)
+            asked = {**limits, "ranks": ranks, "progress": agent is lead}
+            agent.begin(asked, {**place, "first_rank": first}, task.directory)
+        local = None
+        if self._own:
+            here = Placement(**place, first_rank=0, local_addr=address)
+            own = replace(task, ranks=per_node, placement=here)
+            local = super().run(own, on_progress=watch.look)
+        else:
+            clear_rank_files(task.directory)
+        failing_at = None if local is None or local.ended is Ended.FINISHED else time.monotonic()
+        while not watch.stopped and any(agent.busy for agent in agents):
             for agent in agents:
                 agent.look(LOOK_S / len(agents))
             if failing_at is None and any(agent.failed for agent in agents):
                 failing_at = time.monotonic()
             if failing_at is not None and time.monotonic() - failing_at > EFFECT_WITHIN_S:
                 break
+            if lead is not None:
+                watch.tell(lead)
         for agent in agents:
             if agent.busy:
                 agent.end()
         for agent in agents:
             agent.write_files()
-        return _joined(task, local, agents, self._per_node, requested_at, by_caller=watch.by_caller)
+        return _joined(task, local, agents, per_node, requested_at, by_caller=watch.by_caller)
 
 
 class _Watch:
@@ -345,6 +396,12 @@ class _Watch:
                 self.stopped = self.by_caller = True
                 raise
 
+    def tell(self, lead: AgentLink) -> None:
+        """Passes on how far the first rank is, where that is not here."""
+        if (progress := lead.take_progress()) is not None:
+            with contextlib.suppress(StopTask):
+                self.look(progress)
+
 
 class AgentLink:
     """The planner's end of a connection to an agent.
@@ -370,6 +427,8 @@ class AgentLink:
         self.report: ProcessReport | None = None
         self.first_rank = 0
         self.trouble = ""
+        self._progress: Progress | None = None
+        self._meeting: tuple[str, int] | None = None
 
     def __str__(self) -> str:
         return f"{printable(self.host)} ({self.address})"
@@ -393,10 +452,24 @@ class AgentLink:
 
     def begin(self, asked: dict[str, Any], place: dict[str, Any], directory: Path | None) -> None:
         """Sends it a task."""
-        self.busy, self.report, self.trouble = True, None, ""
+        self.busy, self.report, self.trouble, self._progress = True, None, "", None
         self._directory, self._files, self.first_rank = directory, [], place["first_rank"]
         self._heard_at = time.monotonic()
         self.say({"kind": "run", "task": {**asked, "placement": place}})
+
+    def ask_port(self) -> tuple[str, int]:
+        """An address of its node with a port that is free there now; ("", 0): it is lost."""
+        self._meeting = None
+        self.say({"kind": "port"})
+        give_up_at = time.monotonic() + SILENCE_S
+        while self._meeting is None and not self.lost and time.monotonic() < give_up_at:
+            self.look(LOOK_S)
+        return self._meeting or ("", 0)
+
+    def take_progress(self) -> Progress | None:
+        """How far its first rank is, where it has said so since the last call."""
+        progress, self._progress = self._progress, None
+        return progress
 
     def end(self) -> None:
         """Asks it to end its ranks and waits until it has, or is lost."""
@@ -422,6 +495,10 @@ class AgentLink:
         match header["kind"]:
             case "file" if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", header["name"]) and self._directory is not None:
                 self._files.append((header["name"], int(header["at"]), payload))
+            case "progress":
+                self._progress = Progress.model_validate(header["progress"])
+            case "port":
+                self._meeting = str(header["address"]), int(header["port"])
             case "ended":
                 self.report, self.busy = ProcessReport.model_validate(header["report"]), False
             case "failed":
@@ -457,7 +534,7 @@ class AgentLink:
 
 def _joined(
     task: Task,
-    local: ProcessReport,
+    local: ProcessReport | None,
     agents: Sequence[AgentLink],
     per_node: int,
     requested_at: float,
@@ -465,16 +542,16 @@ def _joined(
     by_caller: bool,
 ) -> ProcessReport:
     """One report of a task whose parts ran on several nodes; the ranks have their numbers among all."""
-    parts = [(0, local), *((agent.first_rank, agent.report) for agent in agents if agent.report is not None)]
+    assert task.directory is not None
+    nothing = build_report(task, task.directory, requested_at, {"ended": Ended.NODE_LOST.value})
+    parts: list[tuple[int, ProcessReport]] = [] if local is None else [(0, local)]
+    parts += [(agent.first_rank, agent.report) for agent in agents if agent.report is not None]
     ranks: dict[int, RankReport] = {}
     for first, part in parts:
         ranks |= {first + one.rank: one.model_copy(update={"rank": first + one.rank}) for one in part.ranks}
     missing = [rank for rank in range(task.ranks) if rank not in ranks]
-    if missing:
-        assert task.directory is not None
-        unseen = build_report(task, task.directory, requested_at, {"ended": Ended.NODE_LOST.value}).ranks
-        ranks |= {rank: unseen[rank] for rank in missing}
-    first, lead = min(parts, key=lambda part: (ORDER.index(part[1].ended), _failed_at(part[1])))
+    ranks |= {rank: nothing.ranks[rank] for rank in missing}
+    first, lead = min(parts or [(0, nothing)], key=lambda part: (ORDER.index(part[1].ended), _failed_at(part[1])))
     ended, trouble = lead.ended, lead.trouble
     gone = [agent for agent in agents if agent.report is None]
     if by_caller:

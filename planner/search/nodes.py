@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autoplan.planner.records.plan import PlanRecord
     from autoplan.probes.profile import HardwareProfile
     from autoplan.processes import RankContext
-    from autoplan.processes.nodes import Engine
+    from autoplan.processes.nodes import Engine, Nodes
 
 DESCRIBE = f"{__name__}:describe_node"
 R = TypeVar("R")
@@ -53,13 +53,19 @@ def options_for(plan: PlanRecord, launcher: str | None = None, nodes: str | None
     return options
 
 
-def with_engine(options: SearchOptions, work: Callable[[Engine | None], R], exit_code: Callable[[R], int]) -> R:
+def with_engine(
+    options: SearchOptions,
+    work: Callable[[Engine | None], R],
+    exit_code: Callable[[R], int],
+    on_note: Callable[[str], None] = lambda text: None,
+) -> R:
     """Does some work with what starts agents, and tells these how it ended.
 
     Args:
         options: Which launcher.
         work: Is given the engine; None: all runs on this machine.
         exit_code: Of what came of it: 0 if torchrun shall not start it again.
+        on_note: Is told what is waited for before the work begins.
 
     Raises:
         SystemExit: torchrun started this process as an agent, and what it was for has ended.
@@ -70,16 +76,59 @@ def with_engine(options: SearchOptions, work: Callable[[Engine | None], R], exit
     from autoplan.probes.run import pick_device, read_host_profile
     from autoplan.processes import engines
 
-    gpus = options.layout[1] if pick_device(read_host_profile(), options.device) == "cuda" else 0
-    return engines.with_engine(options.launcher, gpus, work, lambda result: exit_code(result) == 0)
+    outside = engines.is_outside(options.launcher)  # what devices there are is then seen on the nodes
+    device = options.device or "cuda" if outside else pick_device(read_host_profile(), options.device)
+    gpus = options.layout[1] if device == "cuda" else 0
+
+    def do(engine: Engine | None) -> R:
+        assert engine is not None, "a launcher over nodes has an engine"
+        return work(engine) if engine.here else _from_outside(options, engine, work, on_note)
+
+    return engines.with_engine(options.launcher, gpus, do, lambda result: exit_code(result) == 0)
+
+
+def _from_outside(
+    options: SearchOptions, engine: Engine, work: Callable[[Engine | None], R], on_note: Callable[[str], None]
+) -> R:
+    """Does the work once the nodes are there, for machines like the first of them."""
+    from autoplan.probes.nodes import read_first_profile
+    from autoplan.probes.run import machine_is
+
+    with _make_nodes(options, engine, _SameKind(), on_note) as launcher, machine_is(read_first_profile(launcher)):
+        return work(Begun(engine, launcher))
+
+
+class Begun:
+    """An engine whose nodes are there already.
+
+    Args:
+        engine: It.
+        launcher: That has the nodes.
+    """
+
+    here = False
+
+    def __init__(self, engine: Engine, launcher: Nodes) -> None:
+        self.name, self.launcher = engine.name, launcher
+        self.address, self.ensure = engine.address, engine.ensure
+        self.close, self.leave = engine.close, engine.leave
 
 
 def make_launcher(
     options: SearchOptions, profile: HardwareProfile, engine: Engine | None, on_note: Callable[[str], None]
 ) -> Zygote:
-    """What runs the tasks of a search; not started yet."""
+    """What runs the tasks of a search; not started yet, where this machine is one of the nodes."""
     if engine is None:
         return Zygote(preload=preload_for(options.spec))
+    if isinstance(engine, Begun):
+        engine.launcher.tell(on_note)
+        return engine.launcher
+    return _make_nodes(options, engine, partial(_why_not, describe(profile)), on_note)
+
+
+def _make_nodes(
+    options: SearchOptions, engine: Engine, check: Callable[[Any], str | None], on_note: Callable[[str], None]
+) -> Nodes:
     from autoplan.processes.nodes import Nodes
 
     nodes, ranks_per_node = options.layout
@@ -88,10 +137,22 @@ def make_launcher(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         describe=DESCRIBE,
-        check=partial(_why_not, describe(profile)),
+        check=check,
         on_note=on_note,
         preload=preload_for(options.spec),
     )
+
+
+class _SameKind:
+    """The check of nodes where this machine is none: all are as the first of them, with this autoplan."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Any] | None = None
+
+    def __call__(self, its: Any) -> str | None:
+        if self._first is None and isinstance(its, dict):
+            self._first = its | {"autoplan": source_version()}
+        return "it does not say what it is" if self._first is None else _why_not(self._first, its)
 
 
 def describe(profile: HardwareProfile) -> dict[str, Any]:

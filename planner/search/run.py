@@ -76,7 +76,9 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
         AutoplanError: the input, the device or the store cannot be used.
     """
     said = observer or SearchObserver()
-    return with_engine(options, lambda engine: _run(options, said, engine), lambda result: result.exit_code)
+    return with_engine(
+        options, lambda engine: _run(options, said, engine), lambda result: result.exit_code, said.on_note
+    )
 
 
 def _run(options: SearchOptions, observer: SearchObserver, engine: Engine | None) -> SearchResult:
@@ -86,7 +88,8 @@ def _run(options: SearchOptions, observer: SearchObserver, engine: Engine | None
         check_out(Path(options.out))
     profile = read_host_profile()
     target = find_target(options, profile)
-    devices = device_names(profile, target.device, target.nproc)
+    outside = engine is not None and not engine.here  # SLURM gives the nodes to this search alone
+    devices = () if outside else device_names(profile, target.device, target.nproc)
     parts = split(options.side_by_side, profile, target.device, target.nproc)
     with on_part(parts):
         profile = read_host_profile() if parts else profile  # of a part, where it is a part of a CPU
@@ -102,7 +105,7 @@ class _Machine:
     Attributes:
         profile: What is read of the machine; of a CPU in parts, what is read from one of them.
         target: The device, and what a trial may take there.
-        devices: The names of what is locked.
+        devices: The names of what is locked; empty: the search runs elsewhere, now on these nodes and now on others.
         parts: Where looks run at once; empty: one runs after the other.
     """
 
@@ -122,7 +125,7 @@ def _search_on(
             return _dry_run(options, observer, make_launcher(options, profile, engine, observer.on_note))
     identity = study_identity(
         options.spec,
-        profile.fingerprint if options.storage is None else profile.kind,
+        profile.fingerprint if machine.devices and options.storage is None else profile.kind,
         device=target.device,
         fix=options.fix,
         bound=options.bound,

@@ -8,7 +8,6 @@ dimensions. The cost model reads nothing else about a model.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import Field
@@ -217,8 +216,7 @@ class ModelProfile(Record):
     seconds_spent: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TraceRequest:
+class TraceRequest(Record):
     """The variants to trace, and the time for it.
 
     Attributes:

@@ -144,7 +144,7 @@ def trace_profile(
     report = run_again(zygote, _task(spec, device, request, limits), on_attempt=on_attempt, left_s=left_s).report
     result = report.ranks[0].result if report.ranks else None
     if isinstance(result, dict) and (why := result.get("why_not_fake")):  # real ones failed after them in one process
-        request = replace(request, not_fake=why)
+        request = request.model_copy(update={"not_fake": why})
         report = run_again(zygote, _task(spec, device, request, limits), on_attempt=on_attempt, left_s=left_s).report
     profile = _read_report(report, spec)
     if profile is not None:
@@ -161,7 +161,7 @@ def trace_profile(
     if known is not None:
         return with_rough_variants(known.model_copy(update={"notes": (*known.notes, why)}), variants or ())
     if report.ended is Ended.RANK_FAILED and variants != (PLAIN,):  # the plain variant by itself may go well
-        alone = replace(request, variants=(PLAIN,), timing_budget_s=0.0)
+        alone = request.model_copy(update={"variants": (PLAIN,), "timing_budget_s": 0.0})
         plain = _read_report(zygote.run(_task(spec, device, alone, limits)), spec)
         if plain is not None:
             plain = plain.model_copy(update={"notes": (*plain.notes, why)})

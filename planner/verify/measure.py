@@ -154,7 +154,7 @@ def verify_plan(
             trial = runner.run(order, on_progress=lambda progress: on_progress(f"{part}, {progress.phase}"))
         return judge(plan, parity, trial, find_differences(plan, profile), runner.memory_limit_bytes)
 
-    return with_engine(options, run, lambda found: found.exit_code)
+    return with_engine(options, run, lambda found: found.exit_code, on_progress)
 
 
 @contextmanager
@@ -184,8 +184,10 @@ def open_runner(
     limit, host_limit = limits(profile, device, wanted, ranks=plan.config.world_size, measured=plan.hardware)
     if device == "cpu":  # of all ranks together; each node holds its own to host_limit
         limit *= options.layout[0]
+    outside = engine is not None and not engine.here  # SLURM gives the nodes to this command alone
+    names = () if outside else device_names(profile, device, plan.config.world_size)
     with (
-        DeviceLock(device_names(profile, device, plan.config.world_size), wait=options.wait, on_wait=on_wait),
+        DeviceLock(names, wait=options.wait, on_wait=on_wait),
         tempfile.TemporaryDirectory(prefix=folder_prefix("verify")) as folder,
         make_launcher(options, profile, engine, on_wait) as zygote,
     ):

@@ -76,3 +76,8 @@ def twice(context: RankContext, marker: str) -> int:
         time.sleep(600.0)
     dist.all_reduce(torch.zeros(1))
     return context.rank
+
+
+def say_place(context: RankContext) -> list[str | None]:
+    """Where a task of one rank runs."""
+    return [os.environ.get("NODE", "first"), *(os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))]

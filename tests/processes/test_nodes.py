@@ -18,7 +18,7 @@ from autoplan.errors import DeviceError, UsageError
 from autoplan.processes import Cause, Ended, ProcessReport, StopTask, Task, cause_of, run_again
 from autoplan.processes.agent import RefusedError, connect, decode, encode
 from autoplan.processes.engines import child_environment
-from autoplan.processes.nodes import Nodes
+from autoplan.processes.nodes import Nodes, Wanted
 from autoplan.processes.task import Progress
 from tests.cases import some
 from tests.processes.node_targets import NAME
@@ -30,7 +30,7 @@ GIVEN = Progress(seconds=1.0, phase="given", phase_seconds=0.5, facts=(), memory
 class Here:
     """Starts the agents as processes of this machine."""
 
-    name = "here"
+    name, here = "here", True
 
     def __init__(self) -> None:
         self.running: list[subprocess.Popen[bytes]] = []
@@ -40,10 +40,10 @@ class Here:
     def address(self) -> str:
         return "127.0.0.1"
 
-    def ensure(self, planner: str, token: str) -> None:
+    def ensure(self, wanted: Wanted) -> None:
         self.running = [process for process in self.running if process.poll() is None]
         while len(self.running) < self.wanted:
-            environment = child_environment(planner, token) | {"NODE": "second", "SLURM_PROCID": "1"}
+            environment = child_environment(wanted.planner, wanted.token) | {"NODE": "second", "SLURM_PROCID": "1"}
             command = [sys.executable, "-P", "-m", "autoplan.processes.agent"]
             self.running.append(subprocess.Popen(command, env=environment))
 
@@ -192,3 +192,63 @@ def test_the_agent_ends_with_the_planner() -> None:
     planner.wait()
     _, alive = psutil.wait_procs([agent, *started], timeout=20.0)
     assert started and not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+class Apart(Here):
+    """Here no node is the planner's own: all have agents."""
+
+    here = False
+
+    def ensure(self, wanted: Wanted) -> None:
+        self.wanted = wanted.agents
+        super().ensure(wanted)
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[Nodes]:
+    with Nodes(Apart(), nodes=2, ranks_per_node=1, preload=PRELOAD, env={"OMP_NUM_THREADS": "1"}) as launcher:
+        yield launcher
+
+
+def test_where_the_planner_is_no_node_all_ranks_are_on_agents(apart: Nodes, tmp_path: Path) -> None:
+    assert not apart.alive, "there is no zygote here"
+    report = run(apart, tmp_path, "meet", GIVEN, (4, 5))
+    assert report.ended is Ended.FINISHED, [report.describe(), *(rank.stderr_tail for rank in report.ranks)]
+    assert [one["node"] for one in report.results] == ["second", "second"]
+    assert [one["place"][:4] for one in report.results] == [["0", "0", "2", "1"], ["1", "0", "2", "1"]]
+    assert all((tmp_path / f"left.{rank}.bin").exists() for rank in (0, 1))
+    assert "line of 0" in (tmp_path / "rank0.stdout").read_text()
+    alone = apart.run(Task(target=f"{NAME}:say_place", directory=tmp_path / "alone"))
+    assert alone.results == (["second", "0", "1"],) and not apart.alive
+    with pytest.raises(UsageError, match="no name"):
+        apart.run(Task(target=lambda context: 1))
+
+
+def test_there_too_the_caller_is_told_how_far_it_is_and_ends_it(apart: Nodes, tmp_path: Path) -> None:
+    told = list[str]()
+
+    def stop(progress: Progress) -> None:
+        told.append(progress.phase)
+        if progress.phase == "build":
+            raise StopTask
+
+    task = Task(target=f"{NAME}:end", args=("hang", 1), ranks=2, directory=tmp_path)
+    assert apart.run(task, on_progress=stop).ended is Ended.CANCELLED and told[-1] == "build"
+
+    def interrupt(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        apart.run(Task(target=f"{NAME}:end", args=("hang", 0), directory=tmp_path), on_progress=interrupt)
+    assert run(apart, tmp_path, "meet", GIVEN, ()).ended is Ended.FINISHED
+
+
+@pytest.mark.parametrize(("how", "rank", "ended", "cause"), some(ENDS, in_make_test=ENDS[:1]))
+def test_there_too_the_cause_is_named(
+    apart: Nodes, tmp_path: Path, how: str, rank: int, ended: Ended, cause: Cause
+) -> None:
+    test_the_cause_is_named_where_it_was(apart, tmp_path, how, rank, ended, cause)
+
+
+def test_there_too_a_lost_node_is_no_verdict(apart: Nodes, tmp_path: Path) -> None:
+    test_a_node_that_is_lost_is_no_verdict(apart, tmp_path)
