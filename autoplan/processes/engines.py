@@ -229,7 +229,7 @@ class SlurmJob:
         self._log = Path()
         self._job: str | None = None
         self._asked = False
-        self._began_at = 0.0
+        self._began_at = self._looked_at = 0.0
         self._short = 0
 
     def address(self) -> str:
@@ -242,6 +242,8 @@ class SlurmJob:
         Raises:
             DeviceError: SLURM refuses the job, or it ends each time before it has done anything.
         """
+        if self._job is not None and time.monotonic() < self._looked_at + QUEUE_LOOK_S:
+            return
         state = self._state()
         if state is None:
             if self._job is not None:
@@ -277,6 +279,7 @@ class SlurmJob:
         """The job's state and the reason for it; None: there is none, or it has ended."""
         if self._job is None:
             return None
+        self._looked_at = time.monotonic()
         asked = ("squeue", "--noheader", f"--jobs={self._job}", "--states=all", "--format=%T %r")
         done = _run_slurm(*asked)
         if done.returncode and "Invalid job id" not in done.stderr:
@@ -312,7 +315,7 @@ class SlurmJob:
 
 
 QUEUE_LOOK_S = 5.0
-"""Between two questions to SLURM about a job that waits."""
+"""Between two questions to SLURM about a job."""
 SHORT_S = 20.0
 """A job that ran for less has done nothing. An agent that cannot start ends after a second or two."""
 MOST_SHORT = 3

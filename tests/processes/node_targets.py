@@ -81,3 +81,9 @@ def twice(context: RankContext, marker: str) -> int:
 def say_place(context: RankContext) -> list[str | None]:
     """Where a task of one rank runs."""
     return [os.environ.get("NODE", "first"), *(os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))]
+
+
+def hang_marked(context: RankContext, folder: str) -> None:
+    """Leaves a file and hangs."""
+    Path(folder, f"hanging{context.rank}").touch()
+    time.sleep(600.0)

@@ -42,7 +42,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(engines, "QUEUE_LOOK_S", 0.05)
+    monkeypatch.setattr(engines, "QUEUE_LOOK_S", 0.0)
     (tmp_path / "squeue.answer").write_text("RUNNING None\n")
     (tmp_path / "sinfo.answer").write_text("gpu:h100:8(S:0-1)\n")
     return tmp_path
