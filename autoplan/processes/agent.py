@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import DeviceError, UsageError
+from autoplan.processes import linux
 from autoplan.processes.client import Zygote
 from autoplan.processes.files import KINDS
 from autoplan.processes.owner import folder_prefix, sweep_folders
@@ -36,6 +37,8 @@ from autoplan.record import Record
 
 PLANNER_VARIABLE = "AUTOPLAN_PLANNER"
 TOKEN_VARIABLE = "AUTOPLAN_TOKEN"
+PARENT_VARIABLE = "AUTOPLAN_PARENT"
+"""The pid that an agent ends with, where what started it has no other hold on it."""
 BEAT_S = 2.0
 """Between two signs of life of an agent."""
 CONNECT_S = 300.0
@@ -282,6 +285,9 @@ def serve(connection: socket.socket) -> int:
 def main() -> int:
     """Connects to the planner of the environment, which may not look for agents yet, and serves."""
     address, token = os.environ[PLANNER_VARIABLE], os.environ.pop(TOKEN_VARIABLE)
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is not None and not linux.die_with_parent(int(parent)):
+        return 0
     until = time.monotonic() + CONNECT_S
     while True:
         try:

@@ -431,11 +431,12 @@ class Ray:
 
 
 class RayNode:
-    """The actor: it starts the agent as a process of its own, which ends with the planner."""
+    """The actor: it starts the agent as a process of its own, which ends with the planner, and with the actor."""
 
     def serve(self, planner: str, token: str) -> int:
         """Runs the agent; returns its exit code."""
-        return subprocess.run(_COMMAND, env=child_environment(planner, token), stdin=subprocess.DEVNULL).returncode
+        environment = child_environment(planner, token) | {agent.PARENT_VARIABLE: str(os.getpid())}
+        return subprocess.run(_COMMAND, env=environment, stdin=subprocess.DEVNULL).returncode
 
     def host(self) -> str:
         """The node's name."""

@@ -62,13 +62,20 @@ def run_here(command: Sequence[str], *, time_s: float = TIME_S, **more: str) -> 
         raise WayError(f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
 
 
-def start_torchruns(folder: Path, command: Sequence[str], nodes: int = 2) -> list[subprocess.Popen[bytes]]:
-    """A torchrun for each node, which starts what failed again once; each says what it does in a log of the folder."""
+def start_torchruns(
+    folder: Path, command: Sequence[str], *, nodes: int = 2, restarts: int = 1
+) -> list[subprocess.Popen[bytes]]:
+    """A torchrun for each node, which starts again what failed, at most so often; each has a log in the folder."""
     port, running = free_port(), []
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"]
-    torchrun += ["--max-restarts=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+    torchrun += [
+        f"--max-restarts={restarts}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=test",
+    ]
     for number in range(1, nodes + 1):
-        with (folder / f"torchrun{number}.log").open("wb") as log:
+        with (folder / f"torchrun{number}.log").open("ab") as log:
             one = [*torchrun, f"--local-addr=127.0.0.{number}", *command]
             running.append(subprocess.Popen(one, env=environment(), cwd=ROOT, stdout=log, stderr=log))
     return running
