@@ -34,6 +34,12 @@ ADDRESS_VARIABLE = "AUTOPLAN_ADDRESS"
 """The IPv4 address that the other nodes reach this one at, where the engine's own name for it is not that."""
 KEY = "autoplan/planner"
 _STORE_S = 120.0
+QUEUE_LOOK_S = 5.0
+"""Between two questions to SLURM about a job."""
+SHORT_S, MOST_SHORT = 20.0, 3
+"""A job that ran for less has done nothing; so many in a row are an error. An agent that cannot start ends at once."""
+WAITING = ("PENDING", "CONFIGURING")
+_ALIVE = (*WAITING, "RUNNING", "SUSPENDED", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING")
 R = TypeVar("R")
 _COMMAND = (sys.executable, "-P", "-m", "autoplan.processes.agent")
 
@@ -313,15 +319,6 @@ class SlurmJob:
     def leave(self, *, ok: bool) -> None:
         """Nothing waits."""
 
-
-QUEUE_LOOK_S = 5.0
-"""Between two questions to SLURM about a job."""
-SHORT_S = 20.0
-"""A job that ran for less has done nothing. An agent that cannot start ends after a second or two."""
-MOST_SHORT = 3
-
-WAITING = ("PENDING", "CONFIGURING")
-_ALIVE = (*WAITING, "RUNNING", "SUSPENDED", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING")
 
 JOB_SCRIPT = f"""#!/bin/sh
 # --kill-on-bad-exit: an agent that is killed ends the job, and the planner makes another.

@@ -322,14 +322,7 @@ class Nodes(Zygote):
         assert task.directory is not None
         per_node = max(task.ranks, self._per_node) if task.independent else self._per_node
         lead = None if self._own else agents[0]
-        if task.ranks <= per_node:
-            address, port = "", 0  # nobody meets
-        elif lead is not None:
-            address, port = lead.ask_port()
-        else:
-            address = self._engine.address()
-            with socket.create_server((address, 0)) as found:  # free now; if another takes it, the task is run again
-                port = found.getsockname()[1]
+        address, port = ("", 0) if task.ranks <= per_node else self._meeting_place(lead)
         place = {"world_size": task.ranks, "master_addr": address, "master_port": port}
         limits = {
             "target": task.target,
@@ -354,22 +347,21 @@ class Nodes(Zygote):
             local = super().run(own, on_progress=watch.look)
         else:
             clear_rank_files(task.directory)
-        failing_at = None if local is None or local.ended is Ended.FINISHED else time.monotonic()
-        while not watch.stopped and any(agent.busy for agent in agents):
-            for agent in agents:
-                agent.look(LOOK_S / len(agents))
-            if failing_at is None and any(agent.failed for agent in agents):
-                failing_at = time.monotonic()
-            if failing_at is not None and time.monotonic() - failing_at > EFFECT_WITHIN_S:
-                break
-            if lead is not None:
-                watch.tell(lead)
+        watch.await_end(lead, failing=local is not None and local.ended is not Ended.FINISHED)
         for agent in agents:
             if agent.busy:
                 agent.end()
         for agent in agents:
             agent.write_files()
         return _joined(task, local, agents, per_node, requested_at, by_caller=watch.by_caller)
+
+    def _meeting_place(self, lead: AgentLink | None) -> tuple[str, int]:
+        """Where the ranks meet: at the first one. The port is free now; if another takes it, the task is run again."""
+        if lead is not None:
+            return lead.ask_port()
+        address = self._engine.address()
+        with socket.create_server((address, 0)) as found:
+            return address, found.getsockname()[1]
 
 
 class _Watch:
@@ -396,11 +388,25 @@ class _Watch:
                 self.stopped = self.by_caller = True
                 raise
 
-    def tell(self, lead: AgentLink) -> None:
-        """Passes on how far the first rank is, where that is not here."""
-        if (progress := lead.take_progress()) is not None:
-            with contextlib.suppress(StopTask):
-                self.look(progress)
+    def await_end(self, lead: AgentLink | None, *, failing: bool) -> None:
+        """Waits for the agents; once one has failed, or the ranks here have (`failing`), for a moment.
+
+        Args:
+            lead: Has the first rank, where that is not here: how far it is goes to the caller.
+            failing: Of the ranks here.
+        """
+        if failing:
+            self._failed_at = time.monotonic()
+        while not self.stopped and any(agent.busy for agent in self._agents):
+            for agent in self._agents:
+                agent.look(LOOK_S / len(self._agents))
+            if self._failed_at is None and any(agent.failed for agent in self._agents):
+                self._failed_at = time.monotonic()
+            if self._failed_at is not None and time.monotonic() - self._failed_at > EFFECT_WITHIN_S:
+                return
+            if lead is not None and (progress := lead.take_progress()) is not None:
+                with contextlib.suppress(StopTask):
+                    self.look(progress)
 
 
 class AgentLink:

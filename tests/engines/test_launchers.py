@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.plan import PlanNodes
 from autoplan.probes.nodes import NodesProfile
 from autoplan.probes.run import read_host_profile
@@ -81,6 +82,21 @@ def test_commands_on_two_nodes_of_slurm(slurm: Slurm, where: Callable[..., None]
         assert len(json.loads((folder / "run.json").read_text())["steps"]) == 5
         found = NodesProfile.model_validate_json((folder / "probe.json").read_text())
         assert len(found.nodes) == 2 and len(found.links[0].readings) == 2, found.notes
+
+
+def test_a_search_on_a_login_node(slurm: Slurm) -> None:
+    """All of it is on the nodes of its job: probes, trace, trials of one rank and of two, parity, claim."""
+    model = f"{ROOT}/tests/planner/data/faulty.py:make_sound"
+    command = ["-m", "tests.time_box", "search", "--model", model, "--device", "cpu", "--budget", "240s"]
+    command += ["--max-trials", "4", "--fix", "compile=off", "--fix", "optimizer_step=fused"]
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name, "plan.json")
+        command += ["--launcher", "slurm", "--nodes", "2x1", "--store", f"{name}/store", "--out", str(out)]
+        run_at_login(slurm, as_text(command))
+        plan = Plan.load(out)
+    assert plan.claim is not None and plan.parity.passed
+    assert {trial.config.world_size for trial in plan.evidence} == {1, 2}
+    assert any("searched over 2 nodes" in note for note in plan.notes), plan.notes
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
