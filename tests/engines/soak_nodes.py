@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import getpass
+import math
 import random
 import subprocess
 import sys
@@ -40,6 +41,9 @@ from tests.engines.ways import (
 PLANNER = "tests.engines.node_planner"
 DONE_S = 120.0
 """A task is done within so long after any hit."""
+
+SHARES = {"torchrun": 1, "ray": 2, "slurm": 2}
+"""Of the kills: torchrun takes some 20 s to start both sides again."""
 
 
 class Under:
@@ -157,11 +161,11 @@ def started(engine: str, folder: Path) -> Iterator[Under]:
                     process.terminate()
 
 
-def soak(under: Under, kills: int, draw: random.Random, tally: Counter[str]) -> None:
-    """So many hits."""
+def soak(under: Under, kills: int, until: float, draw: random.Random, tally: Counter[str]) -> int:
+    """So many hits, or as many as there is time for; returns how many."""
     under.await_more()
     done = 0
-    while done < kills:
+    while done < kills and time.monotonic() < until:
         time.sleep(draw.uniform(0.1, 0.8))
         under.keep_up()
         known = under.victims()
@@ -182,25 +186,26 @@ def soak(under: Under, kills: int, draw: random.Random, tally: Counter[str]) -> 
             under.await_more()
     under.await_more()
     under.end()
+    return done
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument(
-        "--engines", nargs="+", choices=["torchrun", "ray", "slurm"], default=["torchrun", "ray", "slurm"]
-    )
+    parser.add_argument("--engines", nargs="+", choices=list(SHARES), default=list(SHARES))
+    parser.add_argument("--seconds", type=float, default=300.0, help="no further hit after these")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     draw, tally, tasks = random.Random(given.seed), Counter[str](), 0
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
-        for place, engine in enumerate(given.engines):
-            share = (given.kills + place) // len(given.engines)
+        for engine in given.engines:
+            share = SHARES[engine] / sum(SHARES[one] for one in given.engines)
             with started(engine, Path(name, engine)) as under:
-                soak(under, share, draw, tally)
+                until = time.monotonic() + share * given.seconds
+                done = soak(under, math.ceil(share * given.kills), until, draw, tally)
             tasks += len(under.seen)
-            print(f"{engine}: {share} kills, {len(under.seen)} tasks", file=sys.stderr, flush=True)
+            print(f"{engine}: {done} kills, {len(under.seen)} tasks", file=sys.stderr, flush=True)
     total = sum(tally.values())
     print(
         f"{total} kills over {', '.join(given.engines)} and {tasks} tasks, nothing lost, repeated or left running: "
