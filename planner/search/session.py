@@ -107,6 +107,7 @@ class Session:
     _spread: tuple[int, Spread] | None = None  # by the number of trials
     devices: int = 1
     _began_s: float | None = None
+    _others_since: dict[str, float] = field(default_factory=dict)  # their pieces, and our clock when we saw them first
     side: SideBySide | None = None
 
     @property
@@ -132,6 +133,7 @@ class Session:
         """Seconds until the device-hours of all planners are used up by this one; infinite: no limit was given."""
         spent_s = self.store.spent_s
         running_s = 0.0 if self._began_s is None else spent_s - self._began_s  # looks side by side: as they end
+        running_s += sum(spent_s - since_s for since_s in self._others_since.values())  # on as many devices as here
         limit_s = alone_s(self.options, self.devices) - self.loading_s
         return limit_s - used_s(self.store.ledger) / self.devices - running_s
 
@@ -307,7 +309,9 @@ class Session:
             if not trial.is_repeat:
                 self.model.observe(trial)
             self.observer.on_trial_finished(trial, self.best, self.budget())
-        self.set_taken(self.store.others())
+        others, now_s = self.store.others(), self.store.spent_s
+        self._others_since = {key: self._others_since.get(key, now_s) for key in others}
+        self.set_taken(others)
 
     def set_taken(self, keys: Iterable[str]) -> None:
         """Notes the pieces of work that run elsewhere: none of them is chosen."""
