@@ -37,6 +37,7 @@ class Here:
         self.running: list[subprocess.Popen[bytes]] = []
         self.wanted = 1
         self.left = False
+        self.ends_with = 0
 
     def address(self) -> str:
         return "127.0.0.1"
@@ -50,7 +51,7 @@ class Here:
 
     def close(self) -> None:
         for process in self.running:
-            assert process.wait(30) == 0
+            assert process.wait(30) == self.ends_with
 
     def leave(self, *, ok: bool) -> None:
         self.left = ok
@@ -171,8 +172,10 @@ def test_strangers_are_sent_away(nodes: Nodes, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_node_of_another_kind_is_refused(tmp_path: Path) -> None:
+    engine = Here()
+    engine.ends_with = 1
     launcher = Nodes(
-        Here(), nodes=2, ranks_per_node=1, preload=("tests.processes.node_targets",),
+        engine, nodes=2, ranks_per_node=1, preload=("tests.processes.node_targets",),
         describe="autoplan.planner.search.nodes:describe_node", check=lambda its: f"its torch is {its['torch']}",
     )  # fmt: skip
     with launcher, pytest.raises(DeviceError, match=r"its torch is \d"):
@@ -224,7 +227,7 @@ def test_where_the_planner_is_no_node_all_ranks_are_on_agents(apart: Nodes, tmp_
     assert all((tmp_path / f"left.{rank}.bin").exists() for rank in (0, 1))
     assert "line of 0" in (tmp_path / "rank0.stdout").read_text()
     alone = apart.run(Task(target=f"{NAME}:say_place", directory=tmp_path / "alone"))
-    assert alone.results == (["second", "0", "1"],) and not apart.alive
+    assert alone.results == (["second", 0, 1],) and not apart.alive
     with pytest.raises(UsageError, match="no name"):
         apart.run(Task(target=lambda context: 1))
 

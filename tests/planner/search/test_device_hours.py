@@ -79,7 +79,7 @@ def test_what_another_planner_works_on_counts_before_it_has_ended(
     run = searches.open(World(), budget=1000.0, max_device_hours=0.1)
     session = run.session
     assert session is not None
-    elsewhere = {"look x": False}
+    elsewhere = {"parity x": False}
     monkeypatch.setattr(ClockedStore, "shared", True)
     monkeypatch.setattr(ClockedStore, "refresh", lambda store: ())
     monkeypatch.setattr(ClockedStore, "others", lambda store: elsewhere)
