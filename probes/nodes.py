@@ -151,7 +151,7 @@ def probe_nodes(
     return with_engine(launcher, ranks if wanted == "cuda" else 0, work, lambda _: True)
 
 
-def read_first_profile(zygote: Nodes) -> HardwareProfile:
+def read_first_profile(zygote: Zygote) -> HardwareProfile:
     """What is read of the first node, where this machine is none; waits until all nodes are there.
 
     Raises:

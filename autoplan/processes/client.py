@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from autoplan.processes import linux
 from autoplan.processes.compile_cache import cache_variables
@@ -81,7 +81,7 @@ class Zygote:
         self.threads = 0
         """Threads of the zygote after its imports; idle ones of numpy's BLAS end themselves at a fork."""
 
-    def __enter__(self) -> Zygote:
+    def __enter__(self) -> Self:
         self.start()
         return self
 

@@ -323,7 +323,7 @@ class Nodes(Zygote):
         per_node = max(task.ranks, self._per_node) if task.independent else self._per_node
         lead = None if self._own else agents[0]
         address, port = ("", 0) if task.ranks <= per_node else self._meeting_place(lead)
-        place = {"world_size": task.ranks, "master_addr": address, "master_port": port}
+        place: dict[str, Any] = {"world_size": task.ranks, "master_addr": address, "master_port": port}
         limits = {
             "target": task.target,
             "args": args,

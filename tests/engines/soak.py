@@ -49,6 +49,8 @@ def main() -> None:
                 time.sleep(draw.uniform(0.3, 1.5))
                 # a planner that finds no server as it starts says so and ends: only those at work meet it away
                 at_work = all(planner.works for planner in planners)
+                if not at_work and draw.random() > 0.1:
+                    continue
                 victim = draw.choice(VICTIMS) if at_work else "planner"
                 if victim == "planner":
                     number = draw.randrange(2)
