@@ -70,13 +70,15 @@ test-timing: $(VENV)/.installed-test
 test-plans: $(VENV)/.installed-test
 	$(PYTEST) -s tests/planner/records/test_plan_fuzz.py
 
-# Not in `make test`: it needs programs (as root: apt-get install postgresql slurm-wlm), which it starts itself.
+# Not in `make test`: it needs programs (as root: apt-get install postgresql slurm-wlm), which it starts itself. With
+# CANDIDATES=40 also the same search on each engine, as a table.
 .PHONY: test-engines
 test-engines: $(VENV)/.installed-test
 	$(PIP) -e '.[postgres,ray]'
 	$(PYTEST) --durations=10 tests/engines
 	$(TEST_ENV) $(BIN)/python -m tests.engines.soak --kills $(or $(KILLS),100)
 	$(TEST_ENV) $(BIN)/python -m tests.engines.soak_nodes --kills $(or $(KILLS),100)
+	$(if $(CANDIDATES),$(TEST_ENV) $(BIN)/python -m tests.engines.same_study --candidates $(CANDIDATES))
 	$(TEST_ENV) $(BIN)/python -m tests.engines.clients --clients $(or $(CLIENTS),1000)
 
 # Not in `make test`: it needs Chromium, and the accepted pictures are of one machine's fonts.
