@@ -22,13 +22,13 @@ from autoplan import errors as errors_module
 from autoplan.errors import (
     AutoplanError,
     ConfigError,
-    NoFeasiblePlanError,
     PlanError,
     UsageError,
     WorkloadError,
     as_keywords,
 )
-from autoplan.planner.search.options import SearchKeywords, SearchObserver, SearchOptions
+from autoplan.planner.search import run as search_run
+from autoplan.planner.search.options import SearchKeywords, SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.space.bounds import Bound
 from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_plan
@@ -80,31 +80,6 @@ def test_a_search_from_an_unguarded_script(tmp_path: Path) -> None:
         [sys.executable, "script.py"], cwd=tmp_path, env=os.environ | home, capture_output=True, text=True, timeout=300
     )
     assert done.stdout.strip() == "LEARNED True True", done.stdout + done.stderr[-3000:]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_searches")
-def test_a_search_over_closures_that_finds_nothing_raises(tmp_path: Path) -> None:
-    import torch
-    from torch import nn
-
-    from autoplan.strategies.workloads.workload import LossSum
-
-    width = 8
-    with pytest.raises(NoFeasiblePlanError) as error:
-        autoplan.search(
-            model=lambda: nn.Linear(width, 1),
-            make_batch=lambda count, index: torch.randn(count, width),
-            loss=lambda model, batch: LossSum(model(batch).square().sum(), len(batch)),
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            global_batch=4,
-            budget="30s",
-            device="cpu",
-            memory_limit="1MiB",
-            store=tmp_path,
-            quiet=True,
-        )
-    assert error.value.exit_code == 3 and error.value.hint
 
 
 def test_options_are_checked_and_read() -> None:
@@ -277,9 +252,16 @@ def test_a_named_workload_and_parts_together_are_refused() -> None:
         autoplan.search("gpt2", make_batch=lambda count, index: None)
 
 
-def test_an_observer_is_told_instead_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoplan.planner.search import run as search_run
+@pytest.mark.parametrize("status", api.ENDINGS)
+def test_a_search_without_a_plan_raises_the_error_of_its_end(status: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = SearchResult(status=status, reason="this is why", hint="Do that.")
+    monkeypatch.setattr(search_run, "run_search", lambda options, **given: result)
+    with pytest.raises(api.ENDINGS[status], match="this is why") as error:
+        autoplan.search("gpt2", quiet=True)
+    assert error.value.hint == "Do that." and error.value.exit_code == result.exit_code
 
+
+def test_an_observer_is_told_instead_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {}
 
     def run_search(options, *, observer=None):
@@ -320,7 +302,7 @@ def test_export_takes_a_plan_or_its_file(tmp_path: Path) -> None:
         assert written.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # with a plan from records: tests/planner/plan/test_apply.py
 @pytest.mark.usefixtures("quick_searches")
 def test_instances_of_model_and_optimizer_are_searched_with(tmp_path: Path) -> None:
     import torch

@@ -10,9 +10,14 @@ import pytest
 import torch
 
 import autoplan
+from autoplan.planner.plan.plan import Plan
 from autoplan.probes.run import read_host_profile
+from autoplan.strategies.analysis.training_facts import read_training_facts
+from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.inspect import inspect_workload
-from autoplan.strategies.workloads.sources import make_spec
+from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
+from tests.cases import some
+from tests.recorded import make_plan
 from tests.strategies.loops import Sentences, groups, loader_of, pad, parameters_of, tiny_gpt2, worst_difference
 from tests.strategies.workloads.loops.test_step import make_step, plain_losses
 
@@ -31,28 +36,34 @@ def loop_of(accelerator: Any) -> tuple[Any, ...]:
     return tuple(accelerator.prepare(model, optimizer, loader_of(Sentences(), 8, collate_fn=pad), schedule))
 
 
-@pytest.mark.slow
-def test_an_accelerate_loop_is_searched_and_its_plan_trains_what_the_loop_trains(
-    quick_searches: None, tmp_path: Path
+def searched(parts: tuple[Any, ...], how: dict[str, Any], folder: Path) -> Plan:
+    """The plan of a live search."""
+    fix = {"precision": "fp32", "compile": "off", "micro_batch": 4}
+    given: dict[str, Any] = {"budget": 60, "max_trials": 3, "device": "cpu", "store": folder, "quiet": True}
+    plan = autoplan.search(*parts, **how, fix=fix, **given)
+    assert any("the loss is a mean over the tokens of labels" in note for note in plan.notes)
+    return plan
+
+
+def from_records(parts: tuple[Any, ...], how: dict[str, Any], folder: Path) -> Plan:
+    """The plan that a search could have found, as another process reads it."""
+    workload = autoplan.from_loop(*parts, **how)
+    facts = read_training_facts(workload, workload.build_model())
+    plan = make_plan(TrainingConfig(micro_batch=4), workload=spec_from_objects(workload), training=facts)
+    return Plan.model_validate_json(plan.model_dump_json())
+
+
+@pytest.mark.parametrize("make", some((from_records, searched), (from_records,)))
+def test_the_plan_of_an_accelerate_loop_trains_what_the_loop_trains(
+    make: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     accelerate = pytest.importorskip("accelerate")
+    if make is searched:
+        request.getfixturevalue("quick_searches")
     accelerator = accelerate.Accelerator(cpu=True)
     model, optimizer, loader, schedule = loop_of(accelerator)
-    plan = autoplan.search(
-        model,
-        optimizer,
-        loader,
-        schedule=schedule,
-        max_grad_norm=CLIP,
-        fix={"precision": "fp32", "compile": "off", "micro_batch": 4},
-        budget=60,
-        max_trials=3,
-        device="cpu",
-        store=tmp_path,
-        quiet=True,
-    )
+    plan = make((model, optimizer, loader), {"schedule": schedule, "max_grad_norm": CLIP}, tmp_path)
     assert plan.parity.passed and plan.workload.global_batch == 8 and plan.workload.taken_from == "training loop"
-    assert any("the loss is a mean over the tokens of labels" in note for note in plan.notes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run, batches = plan.apply_to(model, optimizer, loader, schedule=schedule, max_grad_norm=CLIP)

@@ -11,6 +11,7 @@ import yaml
 from autoplan.errors import ExportError
 from autoplan.planner.export.accelerate import expected, read_back
 from autoplan.planner.export.run import load_target
+from autoplan.processes import Zygote
 from tests.exports import planted
 from tests.exports.environments import run_python
 from tests.exports.six_steps import BATCH_NORM, WORKLOAD, make_plan
@@ -29,8 +30,10 @@ pytest.importorskip("accelerate")
     ],
     ids=["one rank", "two ranks", "BatchNorm on two ranks"],
 )
-def test_what_accelerate_launches_trains_as_the_plan_does(workload: str, knobs: dict[str, Any], tmp_path: Path) -> None:
-    assert differences("accelerate", tmp_path, workload, interleaved=True, **knobs) == []
+def test_what_accelerate_launches_trains_as_the_plan_does(
+    workload: str, knobs: dict[str, Any], tmp_path: Path, training_zygote: Zygote
+) -> None:
+    assert differences("accelerate", tmp_path, workload, interleaved=True, zygote=training_zygote, **knobs) == []
 
 
 @pytest.mark.exhaustive

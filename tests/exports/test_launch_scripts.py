@@ -280,7 +280,7 @@ def test_the_ranks_of_a_job_are_started_and_ended(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # each part of it: the tests above, tests/cli/test_cli_run.py
 def test_a_plan_of_two_ranks_trains_by_its_script(tmp_path: Path) -> None:
     script, _ = export_plan(two_ranks(tmp_path), "torchrun", tmp_path / "a.sh").paths
     env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from autoplan.processes import Zygote
 from tests.exports import planted
 from tests.exports.six_steps import BATCH_NORM, WORKLOAD
 from tests.exports.trained import differences
@@ -24,8 +25,10 @@ pytestmark = pytest.mark.slow
     ],
     ids=["one rank", "two ranks", "BatchNorm on two ranks"],
 )
-def test_a_trainer_trains_as_the_plan_does(workload: str, knobs: dict[str, Any], tmp_path: Path) -> None:
-    assert differences("transformers", tmp_path, workload, interleaved=True, **knobs) == []
+def test_a_trainer_trains_as_the_plan_does(
+    workload: str, knobs: dict[str, Any], tmp_path: Path, training_zygote: Zygote
+) -> None:
+    assert differences("transformers", tmp_path, workload, interleaved=True, zygote=training_zygote, **knobs) == []
 
 
 @pytest.mark.exhaustive

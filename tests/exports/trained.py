@@ -7,6 +7,7 @@ from typing import Any
 
 from autoplan.planner.export.run import Exported, export_plan
 from autoplan.planner.plan.plan import Plan
+from autoplan.processes import Zygote
 from tests.exports import train_export
 from tests.exports.environments import run_python
 from tests.exports.six_steps import WORKLOAD, SixSteps, compare, make_plan, plain_loop, prepared
@@ -39,6 +40,7 @@ def differences(
     relative: float = 1e-4,
     with_prepare: bool = True,
     pretend_gpus: bool = False,
+    zygote: Zygote | None = None,
     **knobs: Any,
 ) -> list[str]:
     """What differs between the exported files in the real tool, plan.prepare and a plain loop; none where all agree.
@@ -51,6 +53,7 @@ def differences(
         interleaved: The tool deals micro-batches out to the ranks one by one.
         relative: See `compare`.
         with_prepare: Compare with plan.prepare too, whose ranks have contiguous shares.
+        zygote: Forks the ranks of plan.prepare; None: one of its own.
         pretend_gpus: The plan is for GPUs, and accelerate takes the CPU for some.
         **knobs: Of the plan.
     """
@@ -69,6 +72,6 @@ def differences(
     wanted = plain_loop(plan, shares="interleaved" if interleaved else "contiguous")
     differing = compare(found, wanted, relative=relative)
     if with_prepare and (ranks == 1 or not interleaved or not wanted.buffers):
-        by_prepare = SixSteps(**{**vars(prepared(plan)), "start": wanted.start})
+        by_prepare = SixSteps(**{**vars(prepared(plan, zygote)), "start": wanted.start})
         differing += [f"against plan.prepare: {text}" for text in compare(found, by_prepare, relative=relative)]
     return differing

@@ -245,7 +245,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr[-3000:]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the parts of it: the tests above, and those of test_transformers_read.py
 @pytest.mark.usefixtures("quick_searches")
 def test_searched_applied_trained(tmp_path: Path) -> None:
     trainer = t5_trainer(tmp_path, max_steps=20)

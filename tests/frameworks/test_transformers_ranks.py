@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from transformers import Trainer
 import autoplan
 from autoplan.errors import PlanError
 from autoplan.planner.plan.plan import Plan
+from autoplan.processes import RankContext, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import spec_from_objects
 from tests.recorded import make_plan
 from tests.strategies.tiny_trainers import MeanOfEach, OwnLoss, llama_trainer, summed_loss, t5_trainer
-
-ROOT = Path(__file__).resolve().parents[2]
 
 PLAIN_STEP: dict[str, Any] = {
     "optim": "sgd",
@@ -108,10 +106,9 @@ def parameters(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-def in_rank(folder: Path) -> None:
+def in_rank(context: RankContext, folder: Path) -> None:
     """What each rank runs: for each kind, the plan is applied, and one step is trained."""
-    import warnings
-
+    context.init_process_group("gloo", 60.0)
     found: dict[str, Any] = {}
     for kind, make in KINDS.items():
         trainer = make(folder / "output", **PLAIN_STEP)
@@ -129,11 +126,10 @@ def in_rank(folder: Path) -> None:
         found[kind]["loss"] = next(entry["loss"] for entry in made.state.log_history if "loss" in entry)
     if os.environ["RANK"] == "0":
         torch.save(found, folder / "found.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def on_two_ranks(training_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
     for kind, make in KINDS.items():
         spec = spec_from_objects(autoplan.from_trainer(make(folder / "output", **PLAIN_STEP)))
@@ -141,16 +137,8 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             micro_batch=4 if kind in ("means of samples", "items of its own") else 2, dp_replicate=2
         )
         make_plan(config, workload=spec, training=None).save(folder / f"{kind}.json")
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    done = subprocess.run(
-        [*command, "tests.frameworks.test_transformers_ranks", str(folder)],
-        env=kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
+    name = "tests.frameworks.test_transformers_ranks:in_rank"
+    training_zygote.run(Task(target=name, args=(folder,), ranks=2, total_deadline_s=150.0)).check()
     return dict(torch.load(folder / "found.pt"))
 
 
@@ -212,7 +200,3 @@ def test_an_optimizer_that_the_trainer_made_is_not_given(tmp_path: Path) -> None
     trainer.create_optimizer_and_scheduler(3)
     with pytest.raises(PlanError, match="the plan is for 2 process"):
         plan.apply_to(trainer)
-
-
-if __name__ == "__main__":
-    in_rank(Path(sys.argv[1]))

@@ -84,6 +84,11 @@ def make_sound() -> Workload:
     return make(faults=False)
 
 
+def make_linear() -> Workload:
+    """One layer without faults."""
+    return dataclasses.replace(make_sound(), build_model=lambda: nn.Linear(32, 8))
+
+
 def make_wide() -> Workload:
     """A wider one without faults, whose micro-steps take milliseconds."""
     return make(faults=False, width=1536)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +19,7 @@ from torch import nn
 
 from autoplan.errors import PlanError, WorkloadError
 from autoplan.planner.records.changes import refuse_changed_parts
+from autoplan.processes import Task, Zygote
 from autoplan.strategies.workloads.fingerprint import changed_names, fingerprints
 from autoplan.strategies.workloads.loops.loop import read_loop
 from autoplan.strategies.workloads.objects import spec_from_objects
@@ -120,13 +124,23 @@ def write_files(folder: Path) -> None:
         (folder / name).write_text(text)
 
 
-def run_script(folder: Path, seed: str = "0") -> Any:
+def run_script(folder: Path, seed: str) -> Any:
     environment = {**os.environ, "PYTHONHASHSEED": seed, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1].removeprefix("FOUND "))
+
+
+def run_in_rank(context: object, folder: str) -> Any:
+    """The script in a process that has imported torch: none of its own modules is there yet."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.dont_write_bytecode = True
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path("train.py", run_name="__main__")
+    return json.loads(printed.getvalue().splitlines()[-1].removeprefix("FOUND "))
 
 
 CHANGES = [
@@ -148,16 +162,22 @@ FEW = [CHANGES[number] for number in (0, 4, 8, 9, 10)]
 
 
 @pytest.mark.parametrize("changes", some([FEW, CHANGES], [FEW]), ids=["few", "all"])
-def test_what_strangers_bring_is_seen_by_name_and_the_same_in_two_processes(tmp_path: Path, changes: Any) -> None:
+def test_what_strangers_bring_is_seen_by_name_and_the_same_in_all_processes(
+    tmp_path: Path, changes: Any, training_zygote: Zygote
+) -> None:
+    def run() -> Any:
+        task = Task(target=run_in_rank, args=(str(tmp_path),), total_deadline_s=60.0)
+        return training_zygote.run(task).check().results[0]
+
     write_files(tmp_path)
     first = run_script(tmp_path, "1")
-    assert run_script(tmp_path, "2") == first
+    assert run_script(tmp_path, "2") == first == run()
     assert first[3] == [], "nothing that could not be hashed"
     for file, before, after, part, names in changes:
         text = FILES[file]
         assert text.count(before) == 1, before
         (tmp_path / file).write_text(text.replace(before, after))
-        now = run_script(tmp_path)
+        now = run()
         (tmp_path / file).write_text(text)
         if part == "notebook":
             assert changed_names(first[4]["model"], now[4]["model"]) == names
@@ -169,7 +189,7 @@ def test_what_strangers_bring_is_seen_by_name_and_the_same_in_two_processes(tmp_
         across = changed_names(first[5]["model"], now[0]["model"])  # a function in the search, an instance now
         assert bool(across) == (part == "model"), (before, across)
     (tmp_path / "train.py").write_text(FILES["train.py"].replace("def closing", "# a comment\n\ndef closing"))
-    moved = run_script(tmp_path)
+    moved = run()
     assert all(changed_names(first[0][key], moved[0][key]) == [] for key in first[0]), "comments and lines do not count"
 
 

@@ -34,6 +34,7 @@ from tests.processes.helpers import survivors, wait_until
 
 DATA = Path(__file__).parents[1] / "data"
 SOUND, INJECTED = f"{DATA / 'faulty.py'}:make_sound", f"{DATA / 'injected.py'}:make"
+LINEAR = f"{DATA / 'faulty.py'}:make_linear"  # its graphs have the fewest kernels to compile
 PRELOAD = ("torch", "torch._inductor.compile_fx", "autoplan.planner.trials.worker")
 LIMIT_BYTES = 4 << 30
 REAL = CompileAhead._machine
@@ -91,7 +92,7 @@ def measure(found: Any, folder: Path) -> list[Any]:
 @pytest.mark.slow
 def test_trials_find_the_kernels_that_were_compiled_ahead(tmp_path: Path) -> None:
     with Zygote(preload=PRELOAD) as zygote:
-        found = real_session(tmp_path / "s", SOUND, zygote)
+        found = real_session(tmp_path / "s", LINEAR, zygote)
         ahead = CompileAhead(found)
         work = ahead.option()
         assert work is not None and work.kind == "compile ahead" and work.cost_s > 0

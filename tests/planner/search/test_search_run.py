@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from autoplan.errors import ConfigError, WorkloadError
+from autoplan.cli.search_result import show_result
+from autoplan.errors import WorkloadError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.search.next_work import Work
@@ -136,28 +137,16 @@ def test_the_search_goes_on_past_every_fault(tmp_path: Path):
     assert result.plan.config.micro_batch in (1, 2, 6, 128)
 
 
-def test_nothing_fits_says_by_how_much(tmp_path: Path):
-    result = search(tmp_path / "s", memory_limit=250 << 20)
-    assert result.status == "no_feasible_plan"
-    assert result.exit_code == 3
-    assert "250 MiB" in (result.reason or "")
-    assert "--memory-limit" in (result.hint or "")
-    assert result.trials == ()
-    assert result.left_out
-
-
-def test_a_dry_run_runs_nothing_and_keeps_nothing(tmp_path: Path):
+def test_a_dry_run_runs_nothing_and_keeps_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     result = search(tmp_path / "s", dry_run=True)
     assert result.status == "dry_run"
     assert result.candidates
     times = [c.prediction.step_time_s for c in result.candidates if c.prediction is not None]
     assert times == sorted(times)
     assert not (tmp_path / "s").exists()
-
-
-def test_a_fix_that_cannot_be_is_refused_with_the_reason(tmp_path: Path):
-    with pytest.raises(ConfigError, match="must divide the global batch"):
-        search(tmp_path / "s", fix={"micro_batch": 5})
+    show_result(result, tmp_path / "plan.json")
+    printed = capsys.readouterr()
+    assert "configurations; the" in printed.out and "dry run" in printed.err
 
 
 def test_a_broken_workload_is_the_users_error(tmp_path: Path):

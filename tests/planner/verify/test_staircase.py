@@ -343,52 +343,44 @@ def found_plan(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_searches")
-def test_a_staircase_is_measured_kept_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_staircase_is_interrupted_goes_on_and_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
+) -> None:
     path = found_plan(tmp_path)
     plan = Plan.load(path)
-    told: list[str] = []
-    found = autoplan.staircase(path, budget="90s", on_progress=told.append)
-    assert sorted(itertools.chain(*found.order)) == sorted(found.between.knobs) and found.order
-    assert all(step.gain is not None for step in found.steps()) and any("round 2" in text for text in told)
-    assert found.spent_s < 100 and found.peak_memory_bytes(plan.config)
-    quiet = [trial for trial in plan.evidence if trial.purpose == "claim" and is_good(trial) and not trial.disturbed]
-    of_search = [trial for trial in found.trials if OF_SEARCH <= (trial.round or 0) < 2 * OF_SEARCH]
-    assert len(of_search) == len(quiet), "the search's own rounds count, the disturbed ones not"
-    monkeypatch.setattr(climb, "open_runner", None)  # from here on nothing is run
-    assert autoplan.staircase(path) == load_staircase(beside(path), plan) == autoplan.staircase(plan, keep=beside(path))
-    unverified = plan.model_copy(update={"unverified": "the search ended before its proof"})
-    with pytest.raises(autoplan.PlanError, match="proof"):
-        autoplan.staircase(unverified)
-
-
-def cli(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.time_box", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.time_box", "explain", "--staircase", "--budget", "90s"]
     listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where a shell's `&` ignores it
-    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=-1, stderr=-1, preexec_fn=listens)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_searches")
-def test_the_command_keeps_what_ctrl_c_leaves_and_goes_on(tmp_path: Path) -> None:
-    path = found_plan(tmp_path)
-    measuring = cli(tmp_path, "explain", "--staircase", "--budget", "90s")
+    measuring = subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stderr=-1, preexec_fn=listens)
     deadline = time.monotonic() + 60
     while not beside(path).exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     measuring.send_signal(signal.SIGINT)
     _, err = measuring.communicate(timeout=60)
     assert measuring.returncode == 130 and "goes on" in err, err
-    kept = load_staircase(beside(path), Plan.load(path))
+    kept = load_staircase(beside(path), plan)
     assert kept.trials and kept.ended is None
-    out, err = cli(tmp_path, "explain", "--staircase").communicate(timeout=120)
-    assert "the plan without it" in out, err
-    assert max(len(line) for line in out.splitlines() if line.startswith("  ")) <= 80
-    after = load_staircase(beside(path), Plan.load(path))
-    assert after.trials[: len(kept.trials)] == kept.trials and after.ended is not None
-    began = time.monotonic()
-    out, err = cli(tmp_path, "explain", "--staircase", "--json").communicate(timeout=60)
-    document = json.loads(out)["staircase"]
-    assert document["steps"] and document["ended"] and "trials" not in document and time.monotonic() - began < 30
-    assert cli(tmp_path, "report").wait(60) == 0
-    assert "a step at a time" in (tmp_path / "report.html").read_text()
+
+    told: list[str] = []
+    found = autoplan.staircase(path, budget="90s", on_progress=told.append)
+    assert found.trials[: len(kept.trials)] == kept.trials and found.ended is not None
+    assert sorted(itertools.chain(*found.order)) == sorted(found.between.knobs) and found.order
+    assert all(step.gain is not None for step in found.steps()) and any("round 2" in text for text in told)
+    assert found.spent_s < 100 and found.peak_memory_bytes(plan.config)
+    quiet = [trial for trial in plan.evidence if trial.purpose == "claim" and is_good(trial) and not trial.disturbed]
+    of_search = [trial for trial in found.trials if OF_SEARCH <= (trial.round or 0) < 2 * OF_SEARCH]
+    assert len(of_search) == len(quiet), "the search's own rounds count, the disturbed ones not"
+
+    monkeypatch.setattr(climb, "open_runner", None)  # from here on nothing is run
+    assert autoplan.staircase(path) == load_staircase(beside(path), plan) == autoplan.staircase(plan, keep=beside(path))
+    unverified = plan.model_copy(update={"unverified": "the search ended before its proof"})
+    with pytest.raises(autoplan.PlanError, match="proof"):
+        autoplan.staircase(unverified)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = cli("explain", "--staircase")
+    assert "the plan without it" in shown.out, shown.err
+    assert max(len(line) for line in shown.out.splitlines() if line.startswith("  ")) <= 80
+    document = json.loads(cli("explain", "--staircase", "--json").out)["staircase"]
+    assert document["steps"] and document["ended"] and "trials" not in document
+    assert cli("report").code == 0 and "a step at a time" in (tmp_path / "report.html").read_text()
