@@ -154,13 +154,12 @@ def _proved(answer: Answer, seen: Observation) -> Iterator[Finding]:
 
 
 def _choose_of_loader(gains: dict[str, tuple[SwitchTrial, Interval]]) -> None:
-    """Of the ways to wait less for batches: the mend that gave most; what is beyond it only where that is much."""
-    mends = [name for name in ("workers", "persistent") if name in gains]
-    if len(mends) == 2:
-        mends = sorted(mends, key=lambda name: -gains[name][1].median)
-        del gains[mends.pop()]
-    if mends and "batches" in gains:
-        del gains["batches"]
+    """Of the ways to wait less for batches: workers that stay, unless more of them, which stay too, give much more."""
+    if "workers" in gains and "persistent" in gains:
+        more = gains["workers"][1].median > MORE_THERE * gains["persistent"][1].median
+        del gains["persistent" if more else "workers"]
+    if {"workers", "persistent"} & set(gains):
+        gains.pop("batches", None)
 
 
 def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> str:

@@ -116,6 +116,14 @@ def test_a_gain_that_scatters_is_open_and_more_pairs_decide_it() -> None:
     assert few is not None and same is not None and same.high / same.low < few.high / few.low
 
 
+def test_workers_that_stay_are_the_mend_unless_more_of_them_give_much_more() -> None:
+    stay = trial("persistent", 0.04)
+    (first,) = find_causes(Answer(observation=observation(workers=2), trials=(stay, trial("workers", 0.039, 4))))
+    assert first.cause == "persistent"
+    (first,) = find_causes(Answer(observation=observation(workers=2), trials=(stay, trial("workers", 0.02, 4))))
+    assert first.cause == "workers"
+
+
 def test_what_failed_is_not_said_to_have_had_no_time() -> None:
     seen = observation(needless=("Teacher",))
     answer = Answer(observation=seen, trials=(trial("batches", 0.04), trial("workers", 0.07, 2)))
