@@ -121,7 +121,7 @@ def time_attached(script: str, seconds: float) -> None:
         for owner, name, was, now in changed:
             if on or was is not None:
                 setattr(owner, name, now if on else was)
-            else:
+            elif name in vars(owner):
                 delattr(owner, name)
         gc.callbacks[:] = [hooks._on_gc] if on else []
         clock._thread = thread if on else -1  # then the optimizer's hooks return at once
