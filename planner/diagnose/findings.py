@@ -154,10 +154,10 @@ def _proved(answer: Answer, seen: Observation) -> Iterator[Finding]:
 
 
 def _choose_of_loader(gains: dict[str, tuple[SwitchTrial, Interval]]) -> None:
-    """Of the ways to wait less for batches: workers that stay, unless more of them, which stay too, give much more."""
+    """Of the ways to wait less for batches: workers that stay, unless more of them, which stay too, save much more."""
     if "workers" in gains and "persistent" in gains:
-        more = gains["workers"][1].median > MORE_THERE * gains["persistent"][1].median
-        del gains["persistent" if more else "workers"]
+        more, stay = (1 - 1 / gains[name][1].median for name in ("workers", "persistent"))  # of a step's time
+        del gains["persistent" if more > MORE_THERE * stay else "workers"]
     if {"workers", "persistent"} & set(gains):
         gains.pop("batches", None)
 

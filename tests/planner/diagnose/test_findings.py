@@ -122,6 +122,9 @@ def test_workers_that_stay_are_the_mend_unless_more_of_them_give_much_more() -> 
     assert first.cause == "persistent"
     (first,) = find_causes(Answer(observation=observation(workers=2), trials=(stay, trial("workers", 0.02, 4))))
     assert first.cause == "workers"
+    stay = trial("persistent", 0.01)  # 9 of 10 seconds are saved: half of what is left is little
+    (first,) = find_causes(Answer(observation=observation(workers=2), trials=(stay, trial("workers", 0.005, 4))))
+    assert first.cause == "persistent"
 
 
 def test_what_failed_is_not_said_to_have_had_no_time() -> None:
