@@ -25,11 +25,16 @@ def free_port() -> int:
 class Cluster:
     """A server that is started, stopped and killed at will; as root it runs as the user postgres or nobody.
 
+    Args:
+        folder: For its files.
+        connections: At most.
+        disk_mb: Of a disk of its own (a tmpfs, which needs root), which `fill_disk` fills; None: it has none.
+
     Raises:
         RuntimeError: PostgreSQL is not installed, or does not start; and why.
     """
 
-    def __init__(self, folder: Path, *, connections: int = 200) -> None:
+    def __init__(self, folder: Path, *, connections: int = 200, disk_mb: int | None = None) -> None:
         self.folder, self.port = folder / "pg", free_port()
         found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
         initdb = str(found[-1]) if found else shutil.which("initdb")
@@ -38,6 +43,12 @@ class Cluster:
         self.bin = Path(initdb).resolve().parent
         self.user: dict[str, Any] = {}
         self.folder.mkdir()
+        self.disk_mb = disk_mb
+        if disk_mb is not None:
+            asked = ["mount", "-t", "tmpfs", "-o", f"size={disk_mb}m", "tmpfs", str(self.folder)]
+            done = subprocess.run(asked, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"a disk that can be full needs a tmpfs: {done.stderr.strip()}")
         if os.geteuid() == 0:  # initdb refuses root
             import pwd
 
@@ -53,6 +64,8 @@ class Cluster:
         with open(self.data / "postgresql.conf", "a") as file:
             file.write(f"port = {self.port}\nlisten_addresses = '127.0.0.1'\nmax_connections = {connections}\n")
             file.write("unix_socket_directories = ''\n")
+            if disk_mb is not None:
+                file.write("min_wal_size = 32MB\nmax_wal_size = 48MB\nwal_recycle = off\n")
         self.start()
         os.environ["PGPASSWORD"] = PASSWORD
 
@@ -68,6 +81,27 @@ class Cluster:
 
     def stop(self, mode: str = "fast") -> None:
         self._run("pg_ctl", "-D", self.data, "-w", "-m", mode, "stop")
+
+    @property
+    def runs(self) -> bool:
+        """Whether it answers."""
+        with socket.socket() as tried:
+            tried.settimeout(1.0)
+            return tried.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def fill_disk(self, seconds: float) -> None:
+        """Has no byte left on its disk for so long; a server that does not bear that is started again."""
+        path = self.folder / "filler"
+        with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 20))
+        time.sleep(seconds)
+        path.unlink()
+        time.sleep(1.0)
+        if not self.runs:
+            with contextlib.suppress(RuntimeError):
+                self.stop("immediate")
+            self.start()
 
     def restart(self, mode: str = "immediate") -> None:
         self.stop(mode)
@@ -106,6 +140,8 @@ def running_cluster(folder: Path, **options: Any) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.stop("immediate")
+        if cluster.disk_mb is not None:
+            subprocess.run(["umount", "--lazy", str(cluster.folder)], check=True)
 
 
 class Proxy:

@@ -1,9 +1,10 @@
 """A planner whose ranks are on two nodes, as a process of its own: it runs three tasks and says how they ended.
 
-    python -m tests.engines.launch elastic|slurm|ray FOLDER [fail]
+    python -m tests.engines.launch elastic|slurm|ray FOLDER [fail|hang]
 
 One line of JSON on stdout: what the ranks said, how a task ended whose second agent was killed, and what came of the
 next try. With torch elastic the second process is the agent. `fail`: it ends with status 3 after the first task.
+`hang`: its one task hangs.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def main(name: str, folder: Path, how: str = "") -> None:
     given = Progress(seconds=1.0, phase="given", phase_seconds=0.5, facts=(), memory_bytes=3)
     task = partial(Task, ranks=2, directory=folder / "task")
     with Nodes(engine, nodes=2, ranks_per_node=1, preload=PRELOAD, env={"OMP_NUM_THREADS": "1"}) as launcher:
+        if how == "hang":
+            launcher.run(task(target=f"{NAME}:hang_marked", args=(str(folder),)))
         met = launcher.run(task(target=f"{NAME}:meet", args=(given, ())))
         print(met.describe(), *(rank.stderr_tail for rank in met.ranks), file=sys.stderr)
         if how != "fail":

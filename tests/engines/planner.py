@@ -1,6 +1,6 @@
 """A planner as a process of its own: the real search on a shared record, over runs that are drawn (stand_in.py).
 
-    python -m tests.engines.planner URL FOLDER [--lease S] [--run S] [--seed N]
+    python -m tests.engines.planner URL FOLDER [--lease S] [--run S] [--seed N] [--hours H]
 
 On stdout it says what it does, one line of JSON each: {"work": "look", ...}, at last {"status": ..., "plan": ...}.
 A run takes `--run` real seconds, so that something can end the planner in it.
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--run", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sampler", default="autoplan")
+    parser.add_argument("--hours", type=float, help="--max-device-hours, of drawn time")
     given = parser.parse_args()
     database.LEASE_S, database.BEAT_S = given.lease, given.lease / 9
     patch = pytest.MonkeyPatch()
@@ -74,7 +75,8 @@ def main() -> None:
     # the size of the micro-batch changes nothing: the fastest ones are told apart in pairs, if at all
     world.seconds = lambda config: usual_s(config.model_copy(update={"micro_batch": 8}))
     searches = Searches(given.folder, patch)
-    found = searches.search(world, observer=Speaker(), budget=3000.0, storage=given.url, sampler=given.sampler)
+    options = {"budget": 3000.0, "storage": given.url, "sampler": given.sampler, "max_device_hours": given.hours}
+    found = searches.search(world, observer=Speaker(), **options)
     plan = found.result.plan
     say(
         status=found.result.status,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.engines.cluster import free_port
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo", "squeue", "scancel")
 
 
 class Slurm:
@@ -64,6 +64,13 @@ class Slurm:
             command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=check
         )
         return done.stdout
+
+    def jobs(self, within_s: float = 20.0) -> str:
+        """The jobs that still run or wait after so long; empty: none."""
+        give_up_at = time.monotonic() + within_s
+        while (found := self.run("squeue", "--noheader").strip()) and time.monotonic() < give_up_at:
+            time.sleep(0.5)
+        return found
 
     def close(self) -> None:
         for process in reversed(self.running):

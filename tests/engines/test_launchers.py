@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.plan import PlanNodes
 from autoplan.probes.nodes import NodesProfile
 from autoplan.probes.run import read_host_profile
+from autoplan.processes.agent import TOKEN_VARIABLE
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
-from tests.engines.cluster import free_port
-from tests.engines.slurm import running_slurm
+from tests.engines.slurm import Slurm, running_slurm
+from tests.engines.ways import (
+    ROOT,
+    are_gone,
+    as_text,
+    logs,
+    ours,
+    ray_cluster,
+    run_at_login,
+    run_here,
+    run_in_job,
+    run_torchruns,
+    slurm_environment,
+)
 from tests.recorded import make_plan
 
-ROOT = Path(__file__).parents[2]
 MET = [[3, [str(rank), "0", "2", "1", "lo", None]] for rank in (0, 1)]
-TIME_S = 240.0
-
-
-def environment(**more: str) -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "AUTOPLAN_ADDRESS": "127.0.0.1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+LAUNCH = ("-m", "tests.engines.launch")
 
 
 def check(folder: Path, *, by_planner: bool = True) -> None:
@@ -40,93 +49,101 @@ def check(folder: Path, *, by_planner: bool = True) -> None:
     assert said["failed"] == ["rank_failed", 1], said
     assert said["then"] == ["finished", [0, 1]], said
     assert said["lost"] == (["node_lost"] if by_planner else [])
-    lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-    assert not [line for line in lines if "autoplan.processes.agent" in line or "autoplan-rank" in line]
+    assert are_gone(5.0)
 
 
-def test_slurm() -> None:
-    with tempfile.TemporaryDirectory() as name, running_slurm(Path(name)) as slurm:
-        folder = Path(name, "work")
-        folder.mkdir()
-        command = f"{sys.executable} -m tests.engines.launch slurm {folder}"
-        slurm.environment |= environment(PATH=slurm.environment["PATH"])
-        job = ["sbatch", "--wait", "--nodes=2", f"--output={name}/job.log", "--wrap", command]
-        done = subprocess.run(job, env=slurm.environment, cwd=ROOT, timeout=TIME_S)
-        assert done.returncode == 0, Path(name, "job.log").read_text()
-        check(folder)
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with tempfile.TemporaryDirectory() as name, running_slurm(Path(name)) as found:
+        yield found
 
 
-def test_commands_on_two_nodes_of_slurm() -> None:
+@pytest.mark.parametrize("where", [run_in_job, run_at_login])
+def test_slurm(slurm: Slurm, where: Callable[..., None]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        where(slurm, as_text([*LAUNCH, "slurm", name]))
+        check(Path(name))
+
+
+@pytest.mark.parametrize("where", [run_in_job, run_at_login])
+def test_commands_on_two_nodes_of_slurm(slurm: Slurm, where: Callable[..., None]) -> None:
     """`run` trains a plan over both, `probe` measures both: real steps, real links."""
     model = f"{ROOT / 'examples' / 'image_classifier.py'}:tiny_classifier"
     nodes = PlanNodes(count=2, ranks_per_node=1, launcher="slurm", kind=read_host_profile().kind)
     config = TrainingConfig(micro_batch=4, dp_replicate=2)
     workload = make_spec(model=model, global_batch=16)
-    with tempfile.TemporaryDirectory() as name, running_slurm(Path(name)) as slurm:
-        folder = Path(name, "work")
-        folder.mkdir()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         make_plan(config, nodes=nodes, workload=workload, hardware=read_host_profile()).save(folder / "plan.json")
-        autoplan = f"{sys.executable} -m autoplan"
+        autoplan = as_text(["-m", "autoplan"])
         command = f"{autoplan} run {folder}/plan.json --model {model} --launcher slurm --json > {folder}/run.json"
         command += f" && {autoplan} probe --launcher slurm --nodes 2x1 --device cpu --json > {folder}/probe.json"
-        slurm.environment |= environment(PATH=slurm.environment["PATH"])
-        job = ["sbatch", "--wait", "--nodes=2", f"--output={name}/job.log", "--wrap", command]
-        done = subprocess.run(job, env=slurm.environment, cwd=ROOT, timeout=TIME_S)
-        assert done.returncode == 0, Path(name, "job.log").read_text()
+        where(slurm, command)
         assert len(json.loads((folder / "run.json").read_text())["steps"]) == 5
         found = NodesProfile.model_validate_json((folder / "probe.json").read_text())
         assert len(found.nodes) == 2 and len(found.links[0].readings) == 2, found.notes
 
 
-def test_ray(tmp_path: Path) -> None:
+def test_a_search_on_a_login_node(slurm: Slurm) -> None:
+    """All of it is on the nodes of its job: probes and trace in one rank, trials in two, parity, claim."""
+    model = f"{ROOT}/tests/planner/data/faulty.py:make_sound"
+    command = ["-m", "tests.time_box", "search", "--model", model, "--device", "cpu", "--budget", "240s"]
+    command += ["--max-trials", "4", "--fix", "compile=off", "--fix", "dp_replicate=2"]
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name, "plan.json")
+        command += ["--launcher", "slurm", "--nodes", "2x1", "--store", f"{name}/store", "--out", str(out)]
+        run_at_login(slurm, as_text(command))
+        plan = Plan.load(out)
+    assert plan.claim is not None and plan.parity.passed
+    assert {trial.config.world_size for trial in plan.evidence} == {2}
+    assert any("searched over 2 nodes" in note for note in plan.notes), plan.notes
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_the_job_ends_with_its_planner_and_nobody_reads_the_token(slurm: Slurm, end: signal.Signals) -> None:
+    """Ctrl-C cancels the job; if the planner is killed, the agents end, and the job with them."""
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, *LAUNCH, "slurm", name, "hang"]
+        planner = subprocess.Popen(command, env=slurm_environment(slurm), cwd=ROOT)
+        try:
+            give_up_at = time.monotonic() + 120.0
+            while not Path(name, "hanging1").exists() and time.monotonic() < give_up_at:
+                time.sleep(0.2)
+            assert Path(name, "hanging1").exists(), "the ranks do not run"
+            agents = ours("autoplan.processes.agent")
+            tokens = {one.environ().get(TOKEN_VARIABLE, "") for one in agents} - {""}
+            assert len(agents) >= 2 and len(tokens) == 1, "all agents have the one token"
+            (token,) = tokens
+            assert not [one for one in psutil.process_iter(["cmdline"]) if token in " ".join(one.info["cmdline"] or ())]
+            assert token not in slurm.run("scontrol", "show", "job", "--details")
+        finally:
+            planner.send_signal(end)
+            planner.wait(60.0)
+        assert not slurm.jobs(within_s=60.0)
+        assert are_gone()
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_ray(tmp_path: Path, nodes: int) -> None:
+    """Of four nodes two are spare; one takes the place of the one that is lost."""
     try:
-        from ray.cluster_utils import Cluster
+        with ray_cluster(nodes) as more:
+            run_here([*LAUNCH, "ray", str(tmp_path)], **more)
+            check(tmp_path)
     except ImportError as error:
         pytest.fail(f"Ray is not installed here: pip install 'autoplan[ray]' ({error})")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    try:
-        cluster.add_node(num_cpus=2)
-        command = [sys.executable, "-m", "tests.engines.launch", "ray", str(tmp_path)]
-        more = environment(RAY_ADDRESS=cluster.address, RAY_USAGE_STATS_ENABLED="0")
-        done = subprocess.run(command, env=more, cwd=ROOT, timeout=TIME_S, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        check(tmp_path)
-    finally:
-        cluster.shutdown()
-
-
-def run_torchruns(tmp_path: Path, *how: str) -> list[int]:
-    """The exit codes of two torchruns, which start both again once."""
-    port = free_port()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
-    program = ["-m", "tests.engines.launch", "elastic", str(tmp_path), *how]
-    running = []
-    for number in (1, 2):
-        log = (tmp_path / f"torchrun{number}.log").open("wb")
-        one = [*command, f"--local-addr=127.0.0.{number}", *program]
-        running.append(subprocess.Popen(one, env=environment(), cwd=ROOT, stdout=log, stderr=log))
-    try:
-        return [process.wait(TIME_S) for process in running]
-    finally:
-        for process in running:
-            process.terminate()
-
-
-def logs(folder: Path) -> str:
-    return "\n".join(path.read_text()[-3000:] for path in folder.glob("torchrun*.log"))
 
 
 def test_torch_elastic(tmp_path: Path) -> None:
     """The agent's end makes torchrun start both again, once: the planner goes on by itself."""
-    assert run_torchruns(tmp_path) == [0, 0], logs(tmp_path)
+    assert run_torchruns(tmp_path, [*LAUNCH, "elastic", str(tmp_path)]) == [0, 0], logs(tmp_path)
     check(tmp_path, by_planner=False)
 
 
 def test_torchrun_starts_again_what_failed_and_says_so(tmp_path: Path) -> None:
     """No agent ends before its planner: torchrun would wait for it. Both torchruns fail, after one more try."""
     began = time.monotonic()
-    codes = run_torchruns(tmp_path, "fail")
+    codes = run_torchruns(tmp_path, [*LAUNCH, "elastic", str(tmp_path), "fail"])
     assert all(codes), logs(tmp_path)
     assert (tmp_path / "met").read_text().split() == ["finished", "finished"], logs(tmp_path)
     assert time.monotonic() - began < 150.0, logs(tmp_path)

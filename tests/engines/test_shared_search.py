@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from autoplan.planner.records.trials import WorkLine
+from autoplan.planner.search.device_hours import HOUR_S, used_s
 from tests.engines.checks import Planner, check_ended, check_record
 from tests.engines.cluster import Cluster
 
@@ -40,6 +43,28 @@ def test_what_a_killed_planner_had_is_done_by_the_other(database: str, tmp_path:
     before = check_record(database)
     found = check_ended(database, [planners[0].end()])
     assert found[: len(before)] == before
+
+
+def test_device_hours_are_those_of_both_planners(cluster: Cluster, tmp_path: Path):
+    """Two that work at once end by the sum of what they held, up to a piece that the other is in."""
+    free = Planner(cluster.make("hours_free"), tmp_path / "free", "--run", "0.02").end()["plan"]
+    limit_s = 0.7 * used(free)
+    database = cluster.make("hours")
+    arguments = ("--run", "0.3", "--hours", str(limit_s / HOUR_S))
+    planners = [Planner(database, tmp_path / str(number), *arguments) for number in range(2)]
+    ends = [planner.end() for planner in planners]
+    check_record(database)
+    assert all("look" in planner.works for planner in planners), "both have worked"
+    assert [end["status"] for end in ends] == ["plan_found"] * 2 and ends[0]["plan"] == ends[1]["plan"]
+    plan = ends[0]["plan"]
+    longest_s = max(line["seconds"] for line in plan["ledger"])  # the other may have begun it meanwhile
+    assert 0.5 * limit_s < used(plan) <= 1.05 * limit_s + longest_s, (used(plan), limit_s)
+    assert any("device-hours" in note and "took" in note for note in plan["notes"]), plan["notes"]
+
+
+def used(plan: dict[str, Any]) -> float:
+    """Device-seconds of the pieces of work in a plan."""
+    return used_s(WorkLine.model_validate(line) for line in plan["ledger"])
 
 
 def test_a_search_survives_a_server_that_is_killed_and_connections_that_are_ended(

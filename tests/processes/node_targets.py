@@ -76,3 +76,43 @@ def twice(context: RankContext, marker: str) -> int:
         time.sleep(600.0)
     dist.all_reduce(torch.zeros(1))
     return context.rank
+
+
+def say_place(context: RankContext) -> list[Any]:
+    """Where a task of one rank runs."""
+    return [os.environ.get("NODE", "first"), context.rank, context.world_size]
+
+
+def hang_marked(context: RankContext, folder: str) -> None:
+    """Leaves a file and hangs."""
+    Path(folder, f"hanging{context.rank}").touch()
+    time.sleep(600.0)
+
+
+def add(context: RankContext, number: int) -> list[int]:
+    """The ranks of two nodes meet without torch, and work for a moment; each has the number and the sum of both."""
+    import socket
+
+    place = (context.master_addr, context.master_port)
+    if context.rank == 0:
+        with socket.socket(fileno=os.dup(context._listen_fd)) as meeting:  # type: ignore[arg-type]
+            meeting.listen()
+            meeting.settimeout(20.0)
+            peer, _ = meeting.accept()
+        with peer:
+            total = int(peer.recv(64)) + 10 * number
+            time.sleep(0.2)
+            peer.sendall(str(total).encode())
+        return [number, total]
+    until = time.monotonic() + 20.0
+    while True:
+        try:
+            peer = socket.create_connection(place, timeout=20.0)
+            break
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+    with peer:
+        peer.sendall(str(number).encode())
+        return [number, int(peer.recv(64))]

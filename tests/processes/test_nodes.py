@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from autoplan.errors import DeviceError, UsageError
 from autoplan.processes import Cause, Ended, ProcessReport, StopTask, Task, cause_of, run_again
 from autoplan.processes.agent import RefusedError, connect, decode, encode
 from autoplan.processes.engines import child_environment
-from autoplan.processes.nodes import Nodes
+from autoplan.processes.nodes import Nodes, Wanted
 from autoplan.processes.task import Progress
 from tests.cases import some
 from tests.processes.node_targets import NAME
@@ -30,26 +31,27 @@ GIVEN = Progress(seconds=1.0, phase="given", phase_seconds=0.5, facts=(), memory
 class Here:
     """Starts the agents as processes of this machine."""
 
-    name = "here"
+    name, here = "here", True
 
     def __init__(self) -> None:
         self.running: list[subprocess.Popen[bytes]] = []
         self.wanted = 1
         self.left = False
+        self.ends_with = 0
 
     def address(self) -> str:
         return "127.0.0.1"
 
-    def ensure(self, planner: str, token: str) -> None:
+    def ensure(self, wanted: Wanted) -> None:
         self.running = [process for process in self.running if process.poll() is None]
         while len(self.running) < self.wanted:
-            environment = child_environment(planner, token) | {"NODE": "second", "SLURM_PROCID": "1"}
+            environment = child_environment(wanted.planner, wanted.token) | {"NODE": "second", "SLURM_PROCID": "1"}
             command = [sys.executable, "-P", "-m", "autoplan.processes.agent"]
             self.running.append(subprocess.Popen(command, env=environment))
 
     def close(self) -> None:
         for process in self.running:
-            assert process.wait(30) == 0
+            assert process.wait(30) == self.ends_with
 
     def leave(self, *, ok: bool) -> None:
         self.left = ok
@@ -62,18 +64,22 @@ def nodes() -> Iterator[Nodes]:
 
 
 def run(nodes: Nodes, folder: Path, target: str, *args: Any, **limits: Any) -> ProcessReport:
-    before = descendants()
     task = Task(target=f"{NAME}:{target}", args=args, ranks=2, directory=folder, **limits)
     report = nodes.run(task)
-    left = descendants() - before
-    assert not any(process.cmdline() == ["autoplan-rank"] for process in left), "no rank is left"
+    assert not ranks_left(), "no rank is left"
     assert report.left_behind == 0
     assert [rank.rank for rank in report.ranks] == [0, 1]
     return report
 
 
-def descendants() -> set[psutil.Process]:
-    return {process for process in psutil.Process().children(recursive=True) if process.is_running()}
+def ranks_left() -> list[psutil.Process]:
+    """Guard, zygote and rank are forks of each other, with one command line."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if [one.cmdline() for one in process.parents()[:2]] == [process.cmdline()] * 2:
+                found.append(process)
+    return found
 
 
 def test_two_nodes_are_one_world(nodes: Nodes, tmp_path: Path) -> None:
@@ -166,8 +172,10 @@ def test_strangers_are_sent_away(nodes: Nodes, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_node_of_another_kind_is_refused(tmp_path: Path) -> None:
+    engine = Here()
+    engine.ends_with = 1
     launcher = Nodes(
-        Here(), nodes=2, ranks_per_node=1, preload=("tests.processes.node_targets",),
+        engine, nodes=2, ranks_per_node=1, preload=("tests.processes.node_targets",),
         describe="autoplan.planner.search.nodes:describe_node", check=lambda its: f"its torch is {its['torch']}",
     )  # fmt: skip
     with launcher, pytest.raises(DeviceError, match=r"its torch is \d"):
@@ -192,3 +200,63 @@ def test_the_agent_ends_with_the_planner() -> None:
     planner.wait()
     _, alive = psutil.wait_procs([agent, *started], timeout=20.0)
     assert started and not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+class Apart(Here):
+    """Here no node is the planner's own: all have agents."""
+
+    here = False
+
+    def ensure(self, wanted: Wanted) -> None:
+        self.wanted = wanted.agents
+        super().ensure(wanted)
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[Nodes]:
+    with Nodes(Apart(), nodes=2, ranks_per_node=1, preload=PRELOAD, env={"OMP_NUM_THREADS": "1"}) as launcher:
+        yield launcher
+
+
+def test_where_the_planner_is_no_node_all_ranks_are_on_agents(apart: Nodes, tmp_path: Path) -> None:
+    assert not apart.alive, "there is no zygote here"
+    report = run(apart, tmp_path, "meet", GIVEN, (4, 5))
+    assert report.ended is Ended.FINISHED, [report.describe(), *(rank.stderr_tail for rank in report.ranks)]
+    assert [one["node"] for one in report.results] == ["second", "second"]
+    assert [one["place"][:4] for one in report.results] == [["0", "0", "2", "1"], ["1", "0", "2", "1"]]
+    assert all((tmp_path / f"left.{rank}.bin").exists() for rank in (0, 1))
+    assert "line of 0" in (tmp_path / "rank0.stdout").read_text()
+    alone = apart.run(Task(target=f"{NAME}:say_place", directory=tmp_path / "alone"))
+    assert alone.results == (["second", 0, 1],) and not apart.alive
+    with pytest.raises(UsageError, match="no name"):
+        apart.run(Task(target=lambda context: 1))
+
+
+def test_there_too_the_caller_is_told_how_far_it_is_and_ends_it(apart: Nodes, tmp_path: Path) -> None:
+    told = list[str]()
+
+    def stop(progress: Progress) -> None:
+        told.append(progress.phase)
+        if progress.phase == "build":
+            raise StopTask
+
+    task = Task(target=f"{NAME}:end", args=("hang", 1), ranks=2, directory=tmp_path)
+    assert apart.run(task, on_progress=stop).ended is Ended.CANCELLED and told[-1] == "build"
+
+    def interrupt(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        apart.run(Task(target=f"{NAME}:end", args=("hang", 0), directory=tmp_path), on_progress=interrupt)
+    assert run(apart, tmp_path, "meet", GIVEN, ()).ended is Ended.FINISHED
+
+
+@pytest.mark.parametrize(("how", "rank", "ended", "cause"), some(ENDS, in_make_test=ENDS[:1]))
+def test_there_too_the_cause_is_named(
+    apart: Nodes, tmp_path: Path, how: str, rank: int, ended: Ended, cause: Cause
+) -> None:
+    test_the_cause_is_named_where_it_was(apart, tmp_path, how, rank, ended, cause)
+
+
+def test_there_too_a_lost_node_is_no_verdict(apart: Nodes, tmp_path: Path) -> None:
+    test_a_node_that_is_lost_is_no_verdict(apart, tmp_path)

@@ -29,7 +29,7 @@ from autoplan.strategies.analysis.training_facts import GroupFacts, ScheduleFact
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_plan
-from tests.strategies.tiny import GPT2
+from tests.strategies.tiny import GPT2, LLAMA
 
 MARK, MARKS = "touch MARK", ("MARK", "touch")
 PICKLE = base64.b64encode(pickle.dumps((os.system, (MARK,)))).decode()
@@ -44,9 +44,10 @@ VALUES: tuple[Any, ...] = (
 )
 
 
-def base_documents(folder: Path) -> list[dict[str, Any]]:
+def base_documents(folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
     """Sound plans: of a built-in model, of a config.json, and of a file that leaves a mark where it runs."""
-    (folder / "config.json").write_text(json.dumps(GPT2 | {"n_embd": 16, "n_layer": 2, "n_head": 2}))
+    model = LLAMA if device == "cuda" else GPT2 | {"n_embd": 16, "n_layer": 2, "n_head": 2}
+    (folder / "config.json").write_text(json.dumps(model))
     (folder / "evil.py").write_text(
         "from pathlib import Path\nPath(__file__).with_name('MARK').touch()\n\n\ndef workload():\n    pass\n"
     )
@@ -62,9 +63,9 @@ def base_documents(folder: Path) -> list[dict[str, Any]]:
     of_file = make_spec(model=str(folder / "config.json"), sequence_length=16, global_batch=16)
     of_code = make_spec(model=f"{folder / 'evil.py'}:workload", global_batch=16)
     plans = [
-        make_plan(training=facts),
-        make_plan(config, workload=of_file, training=facts),
-        make_plan(config, workload=of_code),
+        make_plan(training=facts, device=device),
+        make_plan(config, workload=of_file, training=facts, device=device),
+        make_plan(config, workload=of_code, device=device),
     ]
     return [json.loads(plan.model_dump_json()) for plan in plans]
 
@@ -230,10 +231,10 @@ def wrong_end(code: int, text: str) -> str | None:
     return None
 
 
-def fuzz(witness: Witness, folder: Path, count: int, seed: int, *verb: str) -> Counter[str]:
+def fuzz(witness: Witness, folder: Path, count: int, seed: int, *verb: str, device: str = "cpu") -> Counter[str]:
     """Runs a verb on so many changed plans; every end is a right answer or a clear error."""
     chance, ends, wrong = random.Random(seed), Counter[str](), Counter[str]()
-    documents = base_documents(folder)
+    documents = base_documents(folder, device)
     path = folder / "plan.json"
     run(witness, "show", str(path))  # what is imported at the first call is imported before
     witness.seen.clear()
@@ -297,7 +298,8 @@ def test_exports_of_data(witness: Witness, folder: Path) -> None:
 def test_two_hundred_of_each_export(witness: Witness, folder: Path, to: str, monkeypatch) -> None:
     _keep_to_this_process(monkeypatch)
     out = folder / f"out{load_target(to).suffix}"
-    ends = fuzz(witness, folder, 200, 7, "export", "--to", to, "--force", "--out", str(out))
+    device = "cuda" if to in ("megatron", "torchtitan") else "cpu"
+    ends = fuzz(witness, folder, 200, 7, "export", "--to", to, "--force", "--out", str(out), device=device)
     assert ends["right"] > 2, "where all are refused for one reason, nothing was tried"
 
 

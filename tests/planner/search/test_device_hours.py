@@ -10,7 +10,7 @@ from autoplan.planner.records.trials import WorkLine
 from autoplan.planner.search.device_hours import HOUR_S, alone_s, budget_s, devices_held, used_s
 from autoplan.planner.search.options import SearchOptions
 from autoplan.strategies.workloads.sources import make_spec
-from tests.planner.search.stand_in import Searches, World, searches
+from tests.planner.search.stand_in import ClockedStore, Searches, World, searches
 
 __all__ = ["searches"]
 
@@ -71,3 +71,24 @@ def test_what_another_planner_took_is_not_there_any_more(searches: Searches) -> 
         run.store.add(WorkLine(kind="look", began_s=0.0, seconds=50.0, devices=3))
         assert session.left_s == pytest.approx(before - 150.0)
         assert before == pytest.approx(360.0)
+
+
+def test_what_another_planner_works_on_counts_before_it_has_ended(
+    searches: Searches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = searches.open(World(), budget=1000.0, max_device_hours=0.1)
+    session = run.session
+    assert session is not None
+    elsewhere = {"parity x": False}
+    monkeypatch.setattr(ClockedStore, "shared", True)
+    monkeypatch.setattr(ClockedStore, "refresh", lambda store: ())
+    monkeypatch.setattr(ClockedStore, "others", lambda store: elsewhere)
+    with run.store:
+        session.take_in_others()
+        before = session.device_left_s
+        run.store.moved_s += 20.0
+        session.take_in_others()
+        assert session.device_left_s == pytest.approx(before - 20.0)
+        elsewhere.clear()
+        session.take_in_others()
+        assert session.device_left_s == pytest.approx(before), "its line of the ledger has it then"

@@ -19,7 +19,7 @@ from autoplan.processes.engines import ENGINES
 from autoplan.report import facts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
-from tests.processes.test_nodes import Here
+from tests.processes.test_nodes import Apart, Here
 from tests.recorded import make_plan
 
 WORKLOAD = f"{Path(__file__).parents[3] / 'examples' / 'image_classifier.py'}:tiny_classifier"
@@ -95,3 +95,16 @@ def test_it_is_verified_over_the_nodes(here: Here) -> None:
     assert found.parity.passed, found.parity
     assert found.trial.tokens_per_s is not None, found.text
     assert here.left is (found.exit_code == 0)
+
+
+@pytest.mark.exhaustive
+def test_its_steps_run_where_this_machine_is_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a login node of SLURM: what is read of the machine is the first node's."""
+    engine = Apart()
+    monkeypatch.setitem(ENGINES, "slurm", lambda gpus: engine)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    plan = measured_here()
+    found = run_plan(plan, steps=3, launcher="slurm", workload=WORKLOAD)
+    alone = run_plan(plan, steps=3, launcher="local", workload=WORKLOAD)
+    assert [record.loss for record in found.steps] == pytest.approx([record.loss for record in alone.steps], rel=1e-5)
+    assert engine.left and all(process.poll() == 0 for process in engine.running)
