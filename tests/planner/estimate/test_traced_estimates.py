@@ -58,7 +58,7 @@ def whole(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_lora_trains_few_parameters_and_its_states_are_small() -> None:
-    document = autoplan.estimate(llama_lora.workload(64), CLUSTER, fix={"dp_replicate": 16})
+    document = autoplan.estimate(llama_lora.workload(64), CLUSTER, fix={"dp_replicate": 16, "checkpointing": "none"})
     best = whole(document)
     trainable = document["model"]["trainable"]
     assert trainable < 0.1 * document["model"]["parameters"]
@@ -67,7 +67,9 @@ def test_lora_trains_few_parameters_and_its_states_are_small() -> None:
 
 
 def test_an_image_model_counts_samples() -> None:
-    document = autoplan.estimate(vision.vision(64), CLUSTER, tokens=1e6, prices={"H100": "2 USD/h"})
+    document = autoplan.estimate(
+        vision.vision(64), CLUSTER, tokens=1e6, prices={"H100": "2 USD/h"}, fix={"checkpointing": "none"}
+    )
     whole(document)
     assert document["seq_len"] == 1 and document["model"]["unit"] != "tokens"
     assert document["training"]["steps"] == pytest.approx(1e6 / 64, abs=1)
@@ -75,7 +77,7 @@ def test_an_image_model_counts_samples() -> None:
 
 
 def test_a_trainer_of_an_encoder_and_decoder(tmp_path: Path) -> None:
-    document = autoplan.estimate(t5_trainer(tmp_path, micro_batch=32), CLUSTER)
+    document = autoplan.estimate(t5_trainer(tmp_path, micro_batch=32), CLUSTER, fix={"checkpointing": "none"})
     whole(document)
     assert document["global_batch"] == 32
 

@@ -16,6 +16,7 @@ from autoplan.errors import WorkloadError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.loading import LoaderTrial
 from autoplan.planner.search import inspection
+from autoplan.planner.search import loading as search_loading
 from autoplan.planner.search.inspection import check_loader
 from autoplan.planner.trials.loading import LoaderMeasurement, LoadingAnswer, LoadingRequest, best_trial
 from autoplan.processes import Ended, ProcessReport, Task, Zygote
@@ -250,7 +251,10 @@ def test_a_search_refuses_a_dataset_that_cannot_be_loaded_before_its_first_trial
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_searches")
 def test_a_search_says_which_loader_and_its_plan_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    given: dict[str, Any] = {"budget": "60s", "max_trials": 2, "device": "cpu", "store": tmp_path, "quiet": True}
+    monkeypatch.setattr(search_loading, "LEAST_S", 4.0)
+    fix = {"compile": "off", "precision": "fp32", "threads": 1, "checkpointing": "none", "optimizer_step": "own"}
+    given: dict[str, Any] = {"budget": "45s", "max_trials": 2, "device": "cpu", "store": tmp_path, "quiet": True}
+    given["fix"] = fix
     plan = autoplan.search(make_workload(), loader=Rows(sleep_s=0.002), **given)
     found = plan.loading
     assert found is not None

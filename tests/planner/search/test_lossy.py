@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,14 +68,13 @@ def test_a_lossy_value_whose_library_is_missing_has_the_install_line_too(spec, m
     assert said is (needs and not installed)
 
 
-def test_in_python_and_on_the_command_line(spec, tmp_path):
+def test_in_python_and_on_the_command_line(spec, tmp_path, cli):
     with pytest.raises(ConfigError, match="parameters=bf16"):
         autoplan.search("gpt2", fix={"parameters": "bf16"}, store=tmp_path / "s", quiet=True)
     with pytest.raises(UsageError, match="numerics"):
         SearchOptions(spec=spec, numerics="fewer")
-    command = [sys.executable, "-m", "autoplan", "search", "--model", str(tmp_path / "tiny.json")]
-    done = subprocess.run([*command, "--fix", "parameters=bf16"], capture_output=True, text=True)
-    assert done.returncode == 2 and "Add --numerics lossy" in done.stderr
+    done = cli("search", "--model", tmp_path / "tiny.json", "--fix", "parameters=bf16")
+    assert done.code == 2 and "Add --numerics lossy" in done.err
 
 
 def test_it_is_part_of_what_a_study_is_only_where_it_is_lossy(spec):
@@ -111,6 +108,7 @@ def test_every_lossy_value_has_a_risk_and_counts_as_a_change():
 def test_a_dry_run_has_them_with_the_word(spec, tmp_path):
     """Products in 8 bits, which this machine lacks, are left out with the reason, and an error if they are fixed."""
     fixed = {"compile": "off", "threads": 1, "checkpointing": "none", "loss": "full", "allocator": "own"}
+    fixed |= {"micro_batch": 4, "attention": "own", "optimizer_step": "own"}
     fixed["precision"] = "bf16"  # not every processor would take it by itself
     given = {"spec": spec, "budget": 60.0, "device": "cpu", "store": tmp_path / "s", "dry_run": True}
     found = {name: run_search(SearchOptions(**given, fix=fixed, numerics=name)) for name in ("kept", "lossy")}

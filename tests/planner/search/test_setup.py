@@ -113,7 +113,10 @@ def begin(zygote: Zygote, folder: Path, **more: Any) -> tuple[SearchContext, Lis
     return begin_search(means), listener
 
 
-def test_later_pieces_know_more_of_the_same_space(zygote: Zygote, tmp_path: Path) -> None:
+def test_later_pieces_know_more_of_the_same_space(
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoplan.probes.run.DEFAULT_BUDGET_S", 2.0)
     first, listener = begin(zygote, tmp_path, saved=tmp_path / "hardware.json")
     assert list(dict.fromkeys(listener.phases)) == ["inspect", "probe", "trace", "space"]
     selective = TrainingConfig(micro_batch=4, checkpointing="selective")

@@ -39,7 +39,7 @@ def test_a_search_on_two_parts_is_stopped_and_goes_on(tmp_path: Path, monkeypatc
         budget=150.0,
         device="cpu",
         store=tmp_path / "s",
-        max_trials=6,
+        max_trials=4,
         fix={"compile": "off"},
         side_by_side=2,
     )
@@ -56,7 +56,7 @@ def test_a_search_on_two_parts_is_stopped_and_goes_on(tmp_path: Path, monkeypatc
     assert linux.descendants(os.getpid()) <= before
     assert result.resumed_trials == len(stopped.trials)
     assert {trial.number for trial in kept} <= {trial.number for trial in result.trials}
-    assert sum(not trial.is_repeat for trial in result.trials) == 6
+    assert sum(not trial.is_repeat for trial in result.trials) == 4
     looks = [line for line in result.ledger if line.kind in BESIDE and line.part is not None]
     shared = [
         min(one.began_s + one.seconds, two.began_s + two.seconds) - max(one.began_s, two.began_s)

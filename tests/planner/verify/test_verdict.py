@@ -139,6 +139,7 @@ def test_parity_comes_before_speed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_searches")
 def test_a_plan_is_verified_here_and_under_a_limit() -> None:
     spec = make_spec(model=f"{ROOT / 'examples' / 'image_classifier.py'}:tiny_classifier", global_batch=16)
     plan = make_plan(TrainingConfig(micro_batch=4), workload=spec)
