@@ -6,6 +6,7 @@ decided in `next_work.py`; what a piece of work does is in `work.py`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -131,11 +132,13 @@ class Session:
     @property
     def device_left_s(self) -> float:
         """Seconds until the device-hours of all planners are used up by this one; infinite: no limit was given."""
+        limit_s = alone_s(self.options, self.devices)
+        if limit_s == math.inf:
+            return limit_s
         spent_s = self.store.spent_s
         running_s = 0.0 if self._began_s is None else spent_s - self._began_s  # looks side by side: as they end
         running_s += sum(spent_s - since_s for since_s in self._others_since.values())  # on as many devices as here
-        limit_s = alone_s(self.options, self.devices) - self.loading_s
-        return limit_s - used_s(self.store.ledger) / self.devices - running_s
+        return limit_s - self.loading_s - used_s(self.store.ledger) / self.devices - running_s
 
     @property
     def trial_cost(self) -> TrialCost:
