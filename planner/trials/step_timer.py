@@ -157,7 +157,14 @@ class StepTimer:
         fewest = 1 if alone and not compiles and not self.request.again else 2
         same = first_samples(self.run.workload, self.run.config.micro_batch, micro_steps)
         self._stretches.begin()
-        step = self._step_not_skipped(micro_steps, shorten_if_expensive=True, fewest=fewest, first_batch=same)
+
+        def compiled(_: Sequence[float]) -> None:
+            if compiles:  # what counts of a further run begins once the first micro-step has compiled
+                self._stretches.begin()
+
+        step = self._step_not_skipped(
+            micro_steps, shorten_if_expensive=True, fewest=fewest, first_batch=same, after_each=compiled
+        )
         first = step["all"]
         if self._is_known_by(step):
             self.parts = {"micro_step": first[1:], "optimizer_step": step["optimizer_step"]}

@@ -158,6 +158,27 @@ def test_a_further_run_shows_its_time_and_not_that_it_fits(
     assert interval.samples == samples
     assert interval.median > timer.run.accumulation * 0.5
     assert interval.low < interval.median < interval.high
+    assert timer.batches.items_per_step(timer.ranks) > 0, "tokens/s of the run"
+
+
+def test_the_compilation_is_no_part_of_what_a_further_run_counts(expensive: Callable[..., None]):
+    """Else torch.compile "compiled again while it was measured", and each run of a claim would be disturbed."""
+    expensive(0.1, 0.3)
+    config = TrainingConfig(micro_batch=32, threads=1, compile="model")
+    spec, silent = make_spec(model=f"{WORKLOADS}:make_sound"), Silent()
+    timer = StepTimer(
+        context=silent,  # type: ignore[arg-type]
+        request=TrialRequest(spec=spec, config=config, device="cpu", again=True),
+        run=prepare(load_workload(spec), config),
+        ranks=RankSync(1, torch.device("cpu")),
+        load=LoadMonitor(device=torch.device("cpu"), root_pid=os.getpid()),
+    )
+    counts = slow_micro_steps(timer, 0.5)
+    timer.short_steps()
+    timer.choose_method()
+    assert timer.measure_parts().samples == 1 and counts == [2, 0]
+    assert "compiled" not in str(timer.disturbed)
+    assert timer.batches.items_per_step(timer.ranks) > 0
 
 
 @pytest.mark.timing
