@@ -17,6 +17,7 @@ from autoplan.planner.search.claim import LEAST_ROUNDS, claim_progress, rounds_k
 from autoplan.planner.search.next_work import (
     HAND_GAIN,
     LEAST_PAIR_GAIN,
+    TRIED_SHARE,
     Option,
     State,
     check_gain,
@@ -349,9 +350,13 @@ def _claim(session: Session, leader: CandidateRuns) -> Option | None:
 
 
 def claim_size(session: Session, leader: CandidateRuns) -> int:
-    """How many rounds the claim has, fixed before the first: what shows the gain, as far as the time goes."""
+    """How many rounds the claim has, fixed before the first: what shows the gain, as far as the time goes.
+
+    The last is counted where it would be begun. If the time ends before it, those that are complete count.
+    """
     plain = session.baseline
     assert plain is not None and plain.step_time_s is not None
-    gain = math.log(plain.step_time_s.median / leader.look_s)
-    affordable = int(session.left_s / max(round_s(session, leader.config), 1e-9))
+    luck, _ = session.run_spread.of_ratio()  # the choice favours looks that were lucky
+    gain = max(0.0, math.log(plain.step_time_s.median / leader.look_s) - luck)
+    affordable = math.floor(session.left_s / max(round_s(session, leader.config), 1e-9) + 1 - TRIED_SHARE)
     return max(LEAST_ROUNDS, min(rounds_needed(session.run_spread, gain), affordable))

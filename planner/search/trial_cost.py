@@ -27,7 +27,13 @@ from autoplan.planner.parity.records import (
     twin_of,
 )
 from autoplan.planner.records.trials import Outcome, Trial
-from autoplan.planner.trials.request import VERY_EXPENSIVE_LOOK, look_s, runs_shorter
+from autoplan.planner.trials.request import (
+    SHORTEST_RUN,
+    is_very_expensive,
+    look_s,
+    runs_shorter,
+    spared_micro_steps,
+)
 from autoplan.strategies.config import PLAIN, SLOW_COMPILE_MODES, TrainingConfig
 
 Array = NDArray[np.float64]
@@ -51,6 +57,9 @@ SLOW_MODE_SHARE = 0.3
 WARM_SHARE = 0.3
 """Of a compilation, what is left with the kernels in the compile cache: tracing and loading. Assumed until seen (in a
 GPT-2 of two layers on a CPU: 3.6 s of 27)."""
+
+FIRST_STEP = 2
+"""Micro-steps in the first short step of a compiled trial (step_timer.py): the one that compiles, and one after it."""
 
 _CACHE = re.compile(r"compile cache: (\d+) hit\(s\), (\d+) miss\(es\)")
 
@@ -99,9 +108,8 @@ class TrialCost:
         phases = trial.phase_seconds
         fixed_s = sum(phases.get(name, 0.0) for name in ("start", "init", "build", "done"))
         self._fixed.setdefault(trial.config.world_size, []).append(fixed_s)
-        expected = look_s(
-            np.array([trial.step_time_s.median]), np.array([float(trial.config.accumulation(self.global_batch))])
-        )
+        accumulation = np.array([float(trial.config.accumulation(self.global_batch))])
+        expected = look_s(np.array([trial.step_time_s.median]), accumulation, trial.config.compile != "off")
         spent = phases.get("warmup", 0.0) + phases.get("measure", 0.0)
         spent += phases.get("compile", 0.0) - self._compiled_s(trial)
         self._ratios.append(min(max(spent / float(expected[0]), 0.3), 3.0))
@@ -115,21 +123,15 @@ class TrialCost:
         self._compiled.add(what_is_compiled(config))
 
     def _micro_step_s(self, trial: Trial) -> float:
-        return (
-            0.0
-            if trial.step_time_s is None
-            else trial.step_time_s.median / trial.config.accumulation(self.global_batch)
-        )
+        step = trial.step_time_s
+        return 0.0 if step is None else step.median / trial.config.accumulation(self.global_batch)
 
     def _compiled_s(self, trial: Trial) -> float:
-        """Seconds of the compilation in a trial: of its first step, without the very expensive micro-steps in it.
-
-        `look_s` counts one of them, and a further run (`runs_shorter`) has no others.
-        """
+        """Seconds of the compilation in a trial: of its first step, without the micro-steps in it if they are long."""
         seconds, micro_step_s = trial.phase_seconds.get("compile", 0.0), self._micro_step_s(trial)
-        if not runs_shorter(trial.config, micro_step_s):
+        if not is_very_expensive(trial.config, micro_step_s):
             return seconds
-        return max(seconds - (1 if trial.round is None else 2) * micro_step_s, 0.1 * seconds)
+        return max(seconds - FIRST_STEP * micro_step_s, 0.1 * seconds)
 
     def observe_ahead(self, config: TrainingConfig, alone_s: float | None) -> None:
         """Learns from a configuration that was compiled ahead of its trial, beside others.
@@ -200,15 +202,16 @@ class TrialCost:
     def warm_s(self, config: TrainingConfig, trial_s: float) -> float:
         """Expected seconds of a further run of a configuration, of which `trial_s` are expected for the first."""
         cold_s = self.compile_s(config, warm=self.is_warm(config))
-        micro_step_s = (trial_s - self.fixed_s - cold_s) / VERY_EXPENSIVE_LOOK
-        shorter_s = micro_step_s if runs_shorter(config, micro_step_s) else 0.0
+        spared = spared_micro_steps(config)
+        micro_step_s = (trial_s - self.fixed_s - cold_s) / (SHORTEST_RUN + spared)
+        shorter_s = spared * micro_step_s if runs_shorter(config, micro_step_s) else 0.0
         return trial_s - shorter_s - cold_s + self.compile_s(config, warm=True)
 
     def repeat_s(self, trial: Trial) -> float:
         """Expected seconds of running a finished trial again: its kernels are in the cache."""
         spent_s, compiled_s = trial.seconds_spent, self._compiled_s(trial)
         if trial.round is None and runs_shorter(trial.config, micro_step_s := self._micro_step_s(trial)):
-            spent_s -= micro_step_s
+            spent_s -= spared_micro_steps(trial.config) * micro_step_s
         if trial.config.compile == "off" or not compiled_s:
             return spent_s
         again_s = compiled_s if was_warm(trial) else min(compiled_s, self.compile_s(trial.config, warm=True))
@@ -221,7 +224,7 @@ class TrialCost:
         fixed_s = np.full(len(step_time_s), self.fixed_s)
         for number, seconds in self._fixed.items():
             fixed_s[ranks == number] = np.median(seconds)
-        return fixed_s + compiling + ratio * look_s(step_time_s, accumulation)
+        return fixed_s + compiling + ratio * look_s(step_time_s, accumulation, np.asarray(compiling) > 0)
 
 
 def what_is_compiled(config: TrainingConfig) -> TrainingConfig:

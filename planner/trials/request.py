@@ -28,8 +28,9 @@ EXPENSIVE_S, VERY_EXPENSIVE_S = 0.5, 2.0
 more than a few seconds of them before it is known what they cost. They are the samples too, from the second micro-step
 on, so that such a look is over then."""
 
-VERY_EXPENSIVE_LOOK = 3
-"""Micro-steps of a look whose micro-steps are very expensive."""
+VERY_EXPENSIVE_LOOK, SHORTEST_RUN = 3, 2
+"""Micro-steps of a look whose micro-steps are very expensive, and of a further run of it. A compiled look has one more:
+what the first takes does not tell how long the others do."""
 
 WARM_UP_S = 0.4
 """Seconds of steps before a sample counts, the two short steps among them; the same for all configurations. Clocks
@@ -79,25 +80,34 @@ def samples_wanted(micro_step_s: float, *, again: bool = False) -> int:
     return FEWEST_SAMPLES if micro_step_s > EXPENSIVE_S else SAMPLES
 
 
+def is_very_expensive(config: TrainingConfig, micro_step_s: float) -> bool:
+    """Whether a look has no more micro-steps than show that the configuration fits (VERY_EXPENSIVE_LOOK)."""
+    return config.world_size == 1 and micro_step_s > VERY_EXPENSIVE_S
+
+
 def runs_shorter(config: TrainingConfig, micro_step_s: float) -> bool:
-    """Whether a further run of a configuration (`TrialRequest.again`) has one micro-step less than its look."""
+    """Whether a further run of a configuration (`TrialRequest.again`) has SHORTEST_RUN micro-steps."""
     graphs = config.compile != "off" and config.compile_mode in CUDAGRAPH_MODES
-    return config.world_size == 1 and micro_step_s > VERY_EXPENSIVE_S and not graphs
+    return is_very_expensive(config, micro_step_s) and not graphs
 
 
-def look_s(step_s: Floats, accumulation: Floats) -> Floats:
+def spared_micro_steps(config: TrainingConfig) -> int:
+    """How many micro-steps such a run has less than the look."""
+    return VERY_EXPENSIVE_LOOK + (config.compile != "off") - SHORTEST_RUN
+
+
+def look_s(step_s: Floats, accumulation: Floats, compiles: NDArray[np.bool_] | bool = False) -> Floats:
     """Expected seconds of warm-up and measuring of an undisturbed look, without its compilation.
 
     Args:
         step_s: Seconds of whole steps.
         accumulation: Micro-steps of each of them.
+        compiles: Whether it is compiled.
     """
     micro_step_s = step_s / accumulation
     short = 2 * np.minimum(accumulation, FITS_MICRO_STEPS)
-    fits = (
-        np.where(micro_step_s > VERY_EXPENSIVE_S, VERY_EXPENSIVE_LOOK, np.where(micro_step_s > EXPENSIVE_S, 4, short))
-        * micro_step_s
-    )
+    few = VERY_EXPENSIVE_LOOK + np.asarray(compiles, dtype=int)
+    fits = np.where(micro_step_s > VERY_EXPENSIVE_S, few, np.where(micro_step_s > EXPENSIVE_S, 4, short)) * micro_step_s
     warm = np.maximum(WARM_UP_S - fits, 0.0)
     whole_s = np.maximum(warm, step_s) + np.maximum(MEASURING_S, SAMPLES * step_s)
     part_s = np.minimum(accumulation, PART_MICRO_STEPS) * micro_step_s

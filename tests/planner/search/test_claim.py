@@ -29,7 +29,7 @@ from autoplan.planner.search.next_work import Work, next_work
 from autoplan.planner.search.options import SearchObserver
 from autoplan.planner.search.selection import collect_runs, contenders, is_tie, measured_spread
 from autoplan.planner.search.session import Session
-from autoplan.planner.search.state import read_state
+from autoplan.planner.search.state import claim_size, read_state
 from autoplan.planner.search.work import run_claim_round, run_pair
 from autoplan.planner.trials.measure import (
     ASSUMED,
@@ -508,3 +508,16 @@ def test_rounds_that_differ_from_the_first_looks_say_whose_drifted(whose: str, l
     began = ClaimRounds(number=1, config=OTHERS[0], reference=OTHERS[1], rounds=2, first_round=1, budget_s=60.0)
     said = drift(compare(plan, plain, Spread(sd=0.02, freedom=10), chosen_from=2, claim=began))
     assert (said or "").count("times as long") == bool(whose) and (not whose or f"{whose} step took" in (said or ""))
+
+
+@pytest.mark.parametrize(("left_s", "rounds"), [(1.0, 2), (2.79, 2), (2.81, 3), (3.7, 3), (100.0, 6)])
+def test_the_last_round_is_counted_where_it_would_be_begun(
+    left_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And how many show the gain is asked of a gain without what the look may owe to luck."""
+    monkeypatch.setattr("autoplan.planner.search.state.round_s", lambda session, config: 1.0)
+    spread, gain = Spread(sd=0.05, freedom=12), 0.2
+    session: Any = SimpleNamespace(baseline=a_trial(0, "baseline", BASE, 1.0), left_s=left_s, run_spread=spread)
+    leader: Any = SimpleNamespace(look_s=math.exp(-gain), config=OTHERS[0])
+    assert claim_size(session, leader) == rounds
+    assert rounds_needed(spread, gain) < rounds_needed(spread, gain - spread.of_ratio()[0]) == 6
