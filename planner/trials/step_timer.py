@@ -192,9 +192,8 @@ class StepTimer:
         if min(second["all"]) <= EXPENSIVE_S:
             return
         if alone:
-            name = "micro_step" if micro_steps > 1 else "micro_step_sync"
             counted = [*first, *second["all"]][uncounted:]
-            self.parts = {name: counted or second["all"], "optimizer_step": second["optimizer_step"]}
+            self.parts = {self._expensive_part: counted or second["all"], "optimizer_step": second["optimizer_step"]}
             if not counted:
                 return
         self._stretches.add(self.parts)
@@ -316,7 +315,7 @@ class StepTimer:
     def _timed_short_step(self, samples: int) -> dict[str, list[float]] | None:
         """Seconds by part of one more short step; None if fp16 loss scaling skipped it. `samples`: how many there are.
 
-        It has fewer micro-steps where these are expensive.
+        It has fewer micro-steps where these are expensive; on one rank they are all alike then, as in `short_steps`.
         """
         expensive = min(self._micro_steps_s()) > EXPENSIVE_S
         times = self.short_step(min(self.run.accumulation, 2 if expensive else PART_MICRO_STEPS))
@@ -324,8 +323,15 @@ class StepTimer:
             if self.skipped > MOST_SKIPPED + samples:
                 raise self._never_steady()
             return None
-        times.pop("all")
+        every = times.pop("all")
+        if expensive and not self._has_other_ranks:
+            return {self._expensive_part: every, "optimizer_step": times["optimizer_step"]}
         return times
+
+    @property
+    def _expensive_part(self) -> str:
+        """The one part that all expensive micro-steps of one rank are."""
+        return "micro_step" if self.run.accumulation > 1 else "micro_step_sync"
 
     def _interval_of(self, samples: dict[str, list[float]]) -> tuple[Interval, dict[str, list[float]]]:
         """The step time from its parts, and the samples that count: slow ones at the start are left out."""

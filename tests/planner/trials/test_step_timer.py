@@ -130,6 +130,23 @@ def test_an_expensive_look_runs_only_the_micro_steps_that_show_that_it_fits(
     assert set(timer.kept_samples()) == set(timer.parts) > {"optimizer_step"}
 
 
+def test_a_look_ends_where_only_the_first_micro_step_was_very_expensive(expensive: Callable[..., None]):
+    """Then the short steps have fewer samples than are wanted of the others; more of them are of the same part."""
+    expensive(0.1, 0.35)
+    timer = make_timer("make_sound", 32)
+    counts = slow_micro_steps(timer, 0.2)
+    slow, first = timer.run.micro_step, [0.3]
+
+    def micro_step(*arguments: Any, **options: Any) -> Any:
+        time.sleep(first.pop() if first else 0.0)
+        return slow(*arguments, **options)
+
+    timer.run.micro_step = micro_step  # type: ignore[method-assign]
+    timer.short_steps()
+    assert counts == [1, 2, 0] and timer.choose_method() == "parts"
+    assert timer.measure_parts().samples == 4 and counts == [1, 2, 2, 0]
+
+
 @pytest.mark.parametrize(
     ("micro_batch", "update_s", "counted", "samples"),
     [
