@@ -7,8 +7,8 @@
     python -m benchmarks.false_wins --table
 
 A pair is what a search does for its plan: a first run of each side, then the rounds of the claim (how many is fixed
-before the first, by the spread between runs and the gain that the first runs show; the order in a round is drawn), each
-run a trial in a fresh process, and `planner/search/claim.py` decides. `--busy` keeps a second process busy meanwhile.
+before the first, by the gain that the first runs show; the order in a round is drawn), each run a trial in a fresh
+process and the two of a round in slices of time; `planner/search/claim.py` decides. `--busy` keeps one more busy.
 
 `--searches`: whole searches, each from nothing, of a space of two values that are the same thing: on a CPU
 `optimizer_step=own` is the loop over the parameters that `for_loop` asks for. They run on one core, where no number of
@@ -41,6 +41,7 @@ from autoplan.planner.search.run import run_search
 from autoplan.planner.search.selection import collect_runs, has_lasting_load, measured_spread
 from autoplan.planner.search.session import REMEASURE
 from autoplan.planner.space.bounds import parse_bound
+from autoplan.planner.trials.measure import ASSUMED
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
@@ -75,8 +76,8 @@ class Pair:
 
     def measure(self) -> Comparison:
         """First runs, then the rounds of a claim, as many as are wanted before the first of them."""
-        self._run("candidate", "search", None)
-        self._run("reference", "baseline", None)
+        self._run("candidate", "search")
+        self._run("reference", "baseline")
         first = {trial.config: trial.step_time_s for trial in self.trials if trial.step_time_s is not None}
         spread = measured_spread([*self.history, *self.trials])
         gain = math.log(first[SIDES["reference"]].median / first[SIDES["candidate"]].median)
@@ -85,22 +86,28 @@ class Pair:
             config=SIDES["candidate"],
             reference=SIDES["reference"],
             first_round=0,
-            rounds=rounds_needed(spread, gain),
+            rounds=rounds_needed(ASSUMED, gain),
             budget_s=1.0,
         )
         number = 0
         while not is_claim_over(self.trials, began):
             order = list(SIDES)
             random.Random(f"{self.seed}/claim/{number}").shuffle(order)
-            for side in order:
-                self._run(side, "claim", number)
+            first, second = (self._order("claim", number) for _ in order)
+            made = self.runners[order[0]].run_round((first, second), runners=[self.runners[side] for side in order])
+            assert made.trials, made.report.describe()
+            for side, trial in zip(order, made.trials, strict=True):
+                self._keep(side, trial)
             number += 1
         by_config = {runs.config: runs for runs in collect_runs(self.trials)}
         sides = [by_config[config] for config in SIDES.values()]
         return compare(sides[0], sides[1], spread, chosen_from=2, claim=began)
 
-    def _run(self, side: str, purpose: Purpose, number: int | None) -> Trial:
-        order = TrialOrder(
+    def _run(self, side: str, purpose: Purpose) -> None:
+        self._keep(side, self.runners[side].run(self._order(purpose, None)))
+
+    def _order(self, purpose: Purpose, number: int | None) -> TrialOrder:
+        return TrialOrder(
             number=len(self.trials),
             purpose=purpose,
             config=RAN,
@@ -110,10 +117,10 @@ class Pair:
             round=number,
             remeasure=0.0 if has_lasting_load([*self.history, *self.trials]) else REMEASURE,
         )
-        trial = self.runners[side].run(order)
+
+    def _keep(self, side: str, trial: Trial) -> None:
         assert trial.outcome is Outcome.OK, f"{trial.outcome}: {trial.reason}"
         self.trials.append(trial.model_copy(update={"config": SIDES[side]}))
-        return trial
 
 
 @contextmanager

@@ -321,6 +321,7 @@ def open_session(
     }
     return ReplaySession(
         options=options,
+        apart=True,  # a table has runs that were made one after the other
         observer=SearchObserver(),
         budget_s=budget_s,
         model=model,

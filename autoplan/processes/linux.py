@@ -112,6 +112,12 @@ def start_ticks(pid: int) -> int | None:
     return int(fields[19])
 
 
+def runs(pid: int) -> bool:
+    """Whether a process may run: it is neither stopped nor gone."""
+    fields = _stat_fields(pid)
+    return fields is not None and fields[0] not in ("T", "t", "Z", "X")
+
+
 def cpu_time_s(pid: int) -> float:
     """CPU seconds of a process and of its children that were waited for (proc(5), fields 14 to 17); 0 if it is gone."""
     fields = _stat_fields(pid)

@@ -73,6 +73,8 @@ class RankReport(Record):
     """Whether the target was entered."""
     failed_after_s: float | None
     """Seconds from the request to its failure; None where it did not fail by itself."""
+    phase_seconds: dict[str, float]
+    """Seconds in each phase."""
 
 
 class ProcessReport(Record):
@@ -209,7 +211,7 @@ def build_report(task: Task, directory: Path, requested_at: float, ended: dict[s
     beats = [read_json(rank_file(directory, rank, "heartbeat.json")) or {} for rank in range(task.ranks)]
     failed_rank, failed_ranks = ended.get("failed_rank"), ended.get("failed_ranks", [])
     ranks = tuple(
-        _rank_report(directory, rank, seen[rank], beats[rank], failed=rank in failed_ranks, since=requested_at)
+        _rank_report(directory, rank, seen[rank], beats[rank], failed=rank in failed_ranks, since=requested_at, now=now)
         for rank in range(task.ranks)
     )
     lead = failed_rank or 0
@@ -228,13 +230,13 @@ def build_report(task: Task, directory: Path, requested_at: float, ended: dict[s
         kernel_oom_kills=ended.get("kernel_oom_kills", 0),
         swept=ended.get("swept", 0),
         left_behind=ended.get("left_behind", 0),
-        phase_seconds=_phase_seconds(beats[lead], seen[lead].get("ended_at") or now),
+        phase_seconds=ranks[lead].phase_seconds,
         trouble=ended.get("trouble", ""),
     )
 
 
 def _rank_report(
-    directory: Path, rank: int, seen: dict[str, Any], beat: dict[str, Any], *, failed: bool, since: float
+    directory: Path, rank: int, seen: dict[str, Any], beat: dict[str, Any], *, failed: bool, since: float, now: float
 ) -> RankReport:
     written = read_json(rank_file(directory, rank, "result.json"))
     failure = read_json(rank_file(directory, rank, "error.json"))
@@ -252,6 +254,7 @@ def _rank_report(
         stdout_tail=printable(read_tail(rank_file(directory, rank, "stdout"))),
         started=beat.get("started_at") is not None,
         failed_after_s=None if failed_at is None else failed_at - since,
+        phase_seconds=_phase_seconds(beat, seen.get("ended_at") or now),
     )
 
 

@@ -334,6 +334,7 @@ class Supervisor:
             for state in running:
                 if state.ended_at is None:
                     linux.signal_quietly(state.pid, number, group=True)
+                    linux.signal_quietly(state.pid, signal.SIGCONT, group=True)  # it may be stopped (trials/slices.py)
             give_up_at = time.monotonic() + wait_s
             while time.monotonic() < give_up_at and any(state.ended_at is None for state in running):
                 self._wait(max(0.0, min(give_up_at - time.monotonic(), 0.05)))

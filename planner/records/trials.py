@@ -177,6 +177,11 @@ class Trial(Record):
     beside: int = Field(
         default=0, description="so many other parts of the machine were kept busy meanwhile, with --side-by-side"
     )
+    pauses: int = Field(
+        default=0,
+        description="how often it was stopped while the others of its round had the machine: all were measured over "
+        "the same time, in slices; 0: it ran alone",
+    )
     resumed: bool = Field(default=False, description="taken from the record of an earlier run of the same search")
     started: str = Field(default="", description="UTC, ISO 8601")
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autoplan.planner.records.trials import Claim, ClaimRounds, Interval, Outcome, Trial
-from autoplan.planner.search.selection import CandidateRuns, match_rounds
-from autoplan.planner.trials.measure import Spread, half_width, ratio_interval
+from autoplan.planner.search.selection import CandidateRuns, in_slices, match_rounds
+from autoplan.planner.trials.measure import ASSUMED, Spread, half_width, ratio_interval
 from autoplan.strategies.config import TrainingConfig
 
 LEAST_ROUNDS, MOST_ROUNDS = 2, 10
@@ -123,7 +123,7 @@ def compare(
 
     Args:
         candidate, reference: With their runs.
-        spread: Between runs on this device, `measured_spread`.
+        spread: Between runs on this device, `measured_spread`, where they did not share it in slices.
         chosen_from: How many configurations were measured. It matters where there are no rounds of the claim's own:
             the interval is then that of the best of so many looks, and nothing is claimed.
         claim: The claim whose rounds count; None: there is none. Of a second claim (a search that went on with a larger
@@ -146,7 +146,11 @@ def compare(
         runs = (*candidate.runs, *reference.runs)
         disturbed = next((run.disturbed for run in runs if run.disturbed), None)
         rounds = len(candidate.finalist_runs)
-    speedup = ratio_interval(candidate.step_times, reference.step_times, spread, chosen_from=max(1, chosen_from))
+    sliced = in_slices(candidate, reference)
+    spread = ASSUMED if sliced else spread
+    speedup = ratio_interval(
+        candidate.step_times, reference.step_times, spread, chosen_from=max(1, chosen_from), sliced=sliced
+    )
     why_not = None
     if disturbed is not None:
         why_not = f"disturbed: not a claim ({disturbed} while it was measured)"

@@ -63,12 +63,13 @@ class CandidateRuns:
     def runs(self) -> tuple[Trial, ...]:
         """The runs that count: the interleaved ones if there are ENOUGH_PAIRS, else the first trial too.
 
-        A look that ran beside others is not pooled with runs that were alone.
+        A look that ran beside others is not pooled with runs that were alone, and none with runs in slices.
         """
         if self.counted:
             return self.counted
         pairs = self.finalist_runs
-        enough = len(pairs) >= (1 if self.first.beside else ENOUGH_PAIRS)  # pairs run alone, such a look did not
+        apart = self.first.beside or any(run.pauses for run in pairs)
+        enough = len(pairs) >= (1 if apart else ENOUGH_PAIRS)
         return pairs if enough else (self.first, *pairs)
 
     @property
@@ -88,7 +89,7 @@ class CandidateRuns:
     @cached_property
     def step_time(self) -> Interval:
         """The runs that count, pooled."""
-        return pool_runs(self.step_times)
+        return pool_runs(self.step_times, mean=in_slices(self))
 
     @property
     def look_s(self) -> float:
@@ -183,10 +184,30 @@ def measured_spread(trials: Iterable[Trial]) -> Spread:
     return Spread.of(runs.values(), core_spread(trial.window for trial in trials))
 
 
-def speed_ratio(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread = ASSUMED) -> Interval:
-    """How many times faster a candidate is than the reference, by the runs that count of both."""
+def in_slices(*candidates: CandidateRuns) -> bool:
+    """Whether all their runs that count shared the machine in slices with the other one of their round."""
+    return all(run.pauses for candidate in candidates for run in candidate.runs)
+
+
+def speed_ratio(
+    candidate: CandidateRuns, reference: CandidateRuns, spread: Spread = ASSUMED, *, chosen_from: int = 1
+) -> Interval:
+    """How many times faster a candidate is than the reference, by the runs that count of both.
+
+    Args:
+        candidate, reference: With their runs; those of the rounds that both have count.
+        spread: Between runs on this device, where they did not share the machine in slices.
+        chosen_from: As in `ratio_interval`.
+    """
     candidate, reference = match_rounds(candidate, reference)
-    return ratio_interval(candidate.step_times, reference.step_times, spread)
+    sliced = in_slices(candidate, reference)
+    return ratio_interval(
+        candidate.step_times,
+        reference.step_times,
+        ASSUMED if sliced else spread,
+        chosen_from=chosen_from,
+        sliced=sliced,
+    )
 
 
 def contenders(
@@ -203,9 +224,8 @@ def contenders(
 
 def is_behind(candidate: CandidateRuns, leader: CandidateRuns, spread: Spread, among: Sequence[CandidateRuns]) -> bool:
     """Whether the runs show that a candidate is slower than the leader."""
-    one, other = match_rounds(candidate, leader)
-    ratio = ratio_interval(one.step_times, other.step_times, spread, chosen_from=len(among) * MOST_PAIRS)
-    if one.first.beside and not one.finalist_runs:
+    ratio = speed_ratio(candidate, leader, spread, chosen_from=len(among) * MOST_PAIRS)
+    if candidate.first.beside and not shared_rounds((candidate, leader)):
         half = math.hypot(math.log(ratio.high / ratio.median), 2 * math.sqrt(2) * BESIDE_SD)
         return ratio.median * math.exp(half) < 1.0
     return ratio.high < 1.0
@@ -237,12 +257,21 @@ def rank(candidates: Sequence[CandidateRuns], spread: Spread = ASSUMED) -> list[
 
 def _by_speed(candidates: Sequence[CandidateRuns], spread: Spread) -> list[CandidateRuns]:
     pool, ordered = list(candidates), []
+    most = max(pool, key=lambda candidate: len(candidate.finalist_runs), default=None)
+
+    def seconds(candidate: CandidateRuns) -> float:
+        """Its step time, by the rounds that it shares with the one that has most of them."""
+        assert most is not None
+        if not shared_rounds((candidate, most)):
+            return candidate.step_time.median
+        return most.step_time.median / speed_ratio(candidate, most).median
+
     while pool:
-        fastest = min(pool, key=lambda candidate: candidate.step_time.median)
+        fastest = min(pool, key=seconds)
         tied = [candidate for candidate in pool if candidate is fastest or is_tie(candidate, fastest, spread)]
         least_bytes = min(candidate.peak_memory_bytes for candidate in tied)
         small = [c for c in tied if c.peak_memory_bytes <= least_bytes * (1 + MEMORY_MATTERS)]
-        chosen = min(small, key=lambda c: (len(c.config.knobs_off_default()), c.step_time.median, c.first.number))
+        chosen = min(small, key=lambda c: (len(c.config.knobs_off_default()), seconds(c), c.first.number))
         ordered.append(chosen)
         pool.remove(chosen)
     return ordered
@@ -250,7 +279,7 @@ def _by_speed(candidates: Sequence[CandidateRuns], spread: Spread) -> list[Candi
 
 def is_tie(candidate: CandidateRuns, fastest: CandidateRuns, spread: Spread = ASSUMED) -> bool:
     """Whether the measurements do not show which of the two is faster."""
-    if candidate.step_time.median > fastest.step_time.median * (1 + TIE):
-        return False
     ratio = speed_ratio(candidate, fastest, spread)
+    if ratio.median * (1 + TIE) < 1.0:
+        return False
     return ratio.low <= 1.0 <= ratio.high

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from autoplan.planner.records.trials import (
@@ -35,8 +35,9 @@ from autoplan.planner.search.side_by_side import SideBySide
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, ModelCost, TrialCost
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.measure import Spread
+from autoplan.planner.trials.request import runs_shorter
 from autoplan.planner.trials.runner import TrialLimits, TrialOrder, TrialRunner, make_attempt, with_first_loss_compared
-from autoplan.processes import ProcessReport, Progress, Zygote
+from autoplan.processes import Ended, ProcessReport, Progress, Zygote
 from autoplan.strategies.config import PLAIN, TrainingConfig
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ OVERRUN = 0.05
 
 POLL_S = 0.5
 """Seconds between two looks at what other planners do."""
+
+SLICES_BYTES = 1 << 30
+"""Beside what both runs of a round take: the process that has them alternate, and shared pages, counted three times."""
 
 REMEASURE = 1.0
 """A trial may take so many times longer to measure disturbed stretches again; not at all under a load that lasts."""
@@ -84,6 +88,7 @@ class Session:
             that run on other parts of this machine.
         devices: That this planner holds (device_hours.py).
         side: Runs looks on several parts of this machine at once; None: everything runs one after the other.
+        apart: The runs of a round are made one after the other: in slices of time one did not come to its end.
     """
 
     options: SearchOptions
@@ -110,6 +115,7 @@ class Session:
     _began_s: float | None = None
     _others_since: dict[str, float] = field(default_factory=dict)  # their pieces, and our clock when we saw them first
     side: SideBySide | None = None
+    apart: bool = False
 
     @property
     def objective(self) -> Objective:
@@ -386,6 +392,51 @@ class Session:
         )
         return self.end_trial(trial)
 
+    def in_slices(self, *runs: Trial) -> bool:
+        """Whether runs of these configurations can share this machine in slices (planner/trials/slices.py).
+
+        Each is one process, on a CPU of this machine, and its memory holds both. It is not known of a GPU: what it was
+        given to do goes on while a process is stopped.
+        """
+        here = self.context.device == "cpu" and self.options.launcher == "local" and not self.apart
+        known = [run.peak_memory_bytes for run in runs]
+        if not here or any(run.config.world_size > 1 for run in runs) or None in known:
+            return False
+        return sum(peak or 0 for peak in known) + SLICES_BYTES <= self.context.host_limit_bytes
+
+    def measure_round(
+        self, purpose: Purpose, runs: Sequence[Trial], limits: Sequence[TrialLimits]
+    ) -> tuple[Trial, ...] | None:
+        """Runs two trials in slices, and writes both to disk.
+
+        Args:
+            purpose: What they are for.
+            runs: Earlier ones of both configurations.
+            limits: When they are ended, and how they are timed.
+
+        Returns:
+            Both; none if the time was over; None if one did not come to its end for another reason, which is no
+            verdict: all further rounds run one after the other.
+        """
+        first, second = (
+            self.begin_trial(purpose, run.config, **limit) for run, limit in zip(runs, limits, strict=True)
+        )
+        made = self.runner.run_round(
+            (first, replace(second, number=first.number + 1)),
+            weights=slice_weights(runs, self.context.spec.global_batch),
+            on_progress=self.on_progress,
+        )
+        self.store.tick(force=True)
+        if made.trials:
+            return tuple(self.end_trial(trial) for trial in made.trials)
+        if made.report.ended is Ended.DEADLINE:
+            return ()
+        self.apart = True
+        self.note(
+            f"two runs in slices did not come to their end ({made.report.describe()}): they run one after another"
+        )
+        return None
+
     def begin_trial(self, purpose: Purpose, config: TrainingConfig, **limits: Unpack[TrialLimits]) -> TrialOrder:
         """The order for a trial, with a number that no other has; the arguments are those of `measure`."""
         number = self.store.take_number()
@@ -460,6 +511,15 @@ def budget_of(options: SearchOptions, store: Store, budget_s: float) -> BudgetSt
         trials_done=sum(not trial.is_repeat for trial in store.trials),
         max_trials=options.max_trials,
     )
+
+
+def slice_weights(runs: Sequence[Trial], global_batch: int) -> tuple[float, float]:
+    """How long the slices of two runs are to each other: where both have a fixed number of steps, as these are."""
+    steps_s = [0.0 if run.step_time_s is None else run.step_time_s.median for run in runs]
+    micro_s = [s / run.config.accumulation(global_batch) for s, run in zip(steps_s, runs, strict=True)]
+    if all(runs_shorter(run.config, s) for s, run in zip(micro_s, runs, strict=True)):
+        return micro_s[0], micro_s[1]
+    return 1.0, 1.0
 
 
 def is_plain_run(config: TrainingConfig) -> bool:

@@ -28,6 +28,7 @@ from autoplan.planner.search.references import hand_setting, plain_configs
 from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, match_rounds, shared_rounds
 from autoplan.planner.search.setup import probe_cost_s, trace_cost_s
 from autoplan.planner.search.trial_cost import first_steps_s, parity_s
+from autoplan.planner.trials.measure import ASSUMED, Spread
 from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
             kind="pair",
             config=other.config,
             gain=gain,
-            cost_s=cost.repeat_s(leader.first) + cost.repeat_s(other.first),
+            cost_s=cost.round_s(leader.first, other.first, sliced=session.in_slices(leader.first, other.first)),
             needs_s=needs_s(session, other.config),
             check_s=check_s(session, other.config),
             why="single runs do not tell it from the leader",
@@ -243,7 +244,7 @@ def needs_s(session: Session, config: TrainingConfig, look_s: float | None = Non
     plain = session.baseline
     if plain is None or config == plain.config:
         return 0.0
-    rounds = rounds_kept(session.run_spread)
+    rounds = rounds_kept(_round_spread(session, config))
     return check_s(session, config) + SLOW_MOMENTS * rounds * round_s(session, config, look_s)
 
 
@@ -287,10 +288,16 @@ def round_s(session: Session, config: TrainingConfig, look_s: float | None = Non
     cost = session.trial_cost
     first = session.first_run(config)
     if first is not None:
-        own_s = cost.repeat_s(first)
-    else:
-        own_s = cost.warm_s(config, session.model.cost_s(config) if look_s is None else look_s)
+        return cost.round_s(first, session.baseline, sliced=session.in_slices(first, session.baseline))
+    own_s = cost.warm_s(config, session.model.cost_s(config) if look_s is None else look_s)
     return own_s + cost.repeat_s(session.baseline)
+
+
+def _round_spread(session: Session, config: TrainingConfig) -> Spread:
+    """Between the runs of a round with the plain run; of what has not run yet, as of the plain run beside itself."""
+    assert session.baseline is not None
+    first = session.first_run(config) or session.baseline
+    return ASSUMED if session.in_slices(first, session.baseline) else session.run_spread
 
 
 def _check(session: Session, leader: CandidateRuns) -> Option | None:
@@ -359,4 +366,4 @@ def claim_size(session: Session, leader: CandidateRuns) -> int:
     luck, _ = session.run_spread.of_ratio()  # the choice favours looks that were lucky
     gain = max(0.0, math.log(plain.step_time_s.median / leader.look_s) - luck)
     affordable = math.floor(session.left_s / max(round_s(session, leader.config), 1e-9) + 1 - TRIED_SHARE)
-    return max(LEAST_ROUNDS, min(rounds_needed(session.run_spread, gain), affordable))
+    return max(LEAST_ROUNDS, min(rounds_needed(_round_spread(session, leader.config), gain), affordable))

@@ -28,7 +28,11 @@ from autoplan.planner.parity.records import (
 )
 from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.trials.request import (
+    EXPENSIVE_S,
+    MEASURING_S,
+    SAMPLES,
     SHORTEST_RUN,
+    SLICED_S,
     is_very_expensive,
     look_s,
     runs_shorter,
@@ -131,7 +135,8 @@ class TrialCost:
         seconds, micro_step_s = trial.phase_seconds.get("compile", 0.0), self._micro_step_s(trial)
         if not is_very_expensive(trial.config, micro_step_s):
             return seconds
-        return max(seconds - FIRST_STEP * micro_step_s, 0.1 * seconds)
+        micro_steps = FIRST_STEP - 1 if trial.pauses else FIRST_STEP  # in slices the second is none of that phase
+        return max(seconds - micro_steps * micro_step_s, 0.1 * seconds)
 
     def observe_ahead(self, config: TrainingConfig, alone_s: float | None) -> None:
         """Learns from a configuration that was compiled ahead of its trial, beside others.
@@ -216,6 +221,22 @@ class TrialCost:
             return spent_s
         again_s = compiled_s if was_warm(trial) else min(compiled_s, self.compile_s(trial.config, warm=True))
         return spent_s - compiled_s + again_s
+
+    def round_s(self, one: Trial, other: Trial, *, sliced: bool) -> float:
+        """Expected seconds of running two finished trials again side by side.
+
+        Args:
+            one, other: The trials.
+            sliced: In slices of time: both processes are built at once, and short steps are measured for SLICED_S.
+        """
+        together_s = self.repeat_s(one) + self.repeat_s(other)
+        if not sliced:
+            return together_s
+        longer_s = 0.0
+        for trial in (one, other):
+            if trial.step_time_s is not None and self._micro_step_s(trial) <= EXPENSIVE_S:
+                longer_s += max(0.0, SLICED_S - max(MEASURING_S, SAMPLES * trial.step_time_s.median))
+        return together_s + longer_s - self.fixed_s
 
     def _total(
         self, step_time_s: Array, accumulation: Array, compiling: Array | float, ranks: NDArray[np.int64]

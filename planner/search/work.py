@@ -274,18 +274,26 @@ def _run_round(
     """
     order, number = list(firsts), _next_round(session, purpose)
     random.Random(f"{session.options.seed}/{purpose}/{number}").shuffle(order)
-    for first in order:
+
+    def limits(first: Trial, part: float = 1.0) -> TrialLimits:
         good = [t for t in session.store.trials if t.config == first.config and t.outcome is Outcome.OK]
         longest_s = max((trial.seconds_spent for trial in good), default=first.seconds_spent)
-        own_s, budget_s = max(DEADLINE_FACTOR * longest_s, DEADLINE_LEAST_S), session.hard_deadline_s(after_s)
-        trial = session.measure(
-            purpose,
-            first.config,
-            deadline_s=min(budget_s, own_s),
-            deadline_of_budget=budget_s < own_s,
-            method=first.method,
-            round=number,
-        )
+        own_s, budget_s = max(DEADLINE_FACTOR * longest_s, DEADLINE_LEAST_S), part * session.hard_deadline_s(after_s)
+        return {
+            "deadline_s": min(budget_s, own_s),
+            "deadline_of_budget": budget_s < own_s,
+            "method": first.method,
+            "round": number,
+        }
+
+    if session.in_slices(*firsts):
+        made = session.measure_round(purpose, order, [limits(first, 1 / len(order)) for first in order])
+        if made is not None:
+            if not made:
+                session.note("the runs side by side ended early: there was no more time")
+            return bool(made)
+    for first in order:
+        trial = session.measure(purpose, first.config, **limits(first))
         if trial.outcome is Outcome.INTERRUPTED or is_late(trial):
             session.note(f"the runs side by side ended early: {trial.reason}")
             return False

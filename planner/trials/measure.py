@@ -58,27 +58,29 @@ def median_interval(samples: Sequence[float], *, seed: int = 0) -> Interval:
     return sum_interval([(1.0, samples)], seed=seed)
 
 
-def sum_interval(terms: Sequence[tuple[float, Sequence[float]]], *, seed: int = 0) -> Interval:
+def sum_interval(terms: Sequence[tuple[float, Sequence[float]]], *, seed: int = 0, mean: bool = False) -> Interval:
     """The sum of weighted medians, `sum(weight x median(samples))`, with its bootstrap interval.
 
     Args:
         terms: Weight and samples of each part. The weight is how often the part occurs in a step.
         seed: Of the resampling; the same samples always give the same interval.
+        mean: Take means. Of two runs over the same time they have the same share of its slow moments; a median would be
+            a slow moment of the one and a fast one of the other.
 
     One or two samples show too little of their spread, so RUN_SPREAD is added to the interval.
     """
     assert terms and all(len(samples) for _, samples in terms), "each part needs at least one sample"
-    rng = np.random.default_rng(seed)
+    rng, typical = np.random.default_rng(seed), np.mean if mean else np.median
     total = np.zeros(RESAMPLES)
     median = 0.0
     extra = 0.0
     for weight, samples in terms:
         values = np.asarray(samples, dtype=float)
-        middle = float(np.median(values))
+        middle = float(typical(values))
         median += weight * middle
         if len(values) <= 2:
             extra += weight * middle * 2 * RUN_SPREAD / len(values)
-        total += weight * np.median(values[rng.integers(0, len(values), (RESAMPLES, len(values)))], axis=1)
+        total += weight * typical(values[rng.integers(0, len(values), (RESAMPLES, len(values)))], axis=1)
     low, high = np.quantile(total, (0.025, 0.975))
     return Interval(
         median=median,
@@ -221,7 +223,8 @@ def core_spread(windows: Iterable[Window | None]) -> float:
 
 
 ASSUMED = Spread()
-"""Where nothing was measured yet."""
+"""Where nothing was measured yet; and of two runs that shared the machine in slices (slices.py): what changes the speed
+of its cores changes both, what is left differs between processes, and the rounds' own ratios show how much."""
 
 
 @lru_cache(maxsize=256)
@@ -237,15 +240,20 @@ def student_quantile(freedom: int, tail: float) -> float:
     return math.sqrt(freedom) * math.tan(angle)
 
 
-def half_width(spread: Spread, rounds: int, *, squares: float = 0.0, chosen_from: int = 1) -> float:
-    """Half the width of the 95 % interval of a log ratio over some rounds."""
+def half_width(spread: Spread, rounds: int, *, squares: float = 0.0, chosen_from: int = 1, mean: bool = False) -> float:
+    """Half the width of the 95 % interval of a log ratio over some rounds: of its median, or of its mean."""
     sd, freedom = spread.of_ratio(squares, rounds - 1)
     half = student_quantile(freedom, 0.025 / chosen_from) * sd / math.sqrt(rounds)
-    return half * MEDIAN_WIDTH if rounds > 2 else half
+    return half * MEDIAN_WIDTH if rounds > 2 and not mean else half
 
 
 def ratio_interval(
-    candidate: Sequence[Interval], reference: Sequence[Interval], spread: Spread = ASSUMED, *, chosen_from: int = 1
+    candidate: Sequence[Interval],
+    reference: Sequence[Interval],
+    spread: Spread = ASSUMED,
+    *,
+    chosen_from: int = 1,
+    sliced: bool = False,
 ) -> Interval:
     """How many times faster the candidate is: reference step time over candidate step time.
 
@@ -255,22 +263,25 @@ def ratio_interval(
         spread: Between runs on this device.
         chosen_from: If the candidate was chosen by these very runs: among how many it was the best. The best of many
             looks faster than it is, so the level is divided by their number (Bonferroni).
+        sliced: The runs of each round shared the machine in slices (`Trial.pauses`).
 
     The median is the ratio of the pooled runs (`pool_runs`). So the figures shown for both agree with their ratio, and
     one disturbed run of three does not change it. The width is from Student's t on the log ratios of the rounds, times
     MEDIAN_WIDTH where medians are taken. (A percentile bootstrap over three rounds would claim a difference whenever
     all three ratios are on the same side of 1, which is one case in four between equals.) A few rounds say little about
     the spread between runs, so what is known of it counts too. For a single round the intervals within its runs are
-    added.
+    added. In slices the two runs of a round belong together, and rounds differ as the machine does: the ratio is the
+    geometric mean of theirs, and so are the figures shown.
     """
     rounds = min(len(candidate), len(reference))
     assert rounds >= 1, "a ratio needs a run of each"
     candidate, reference = candidate[:rounds], reference[:rounds]
     logs = np.array([math.log(r.median / c.median) for c, r in zip(candidate, reference, strict=True)])
-    middle = math.log(pool_runs(reference).median / pool_runs(candidate).median)
+    pooled = [pool_runs(runs, mean=sliced).median for runs in (reference, candidate)]
+    middle = math.log(pooled[0] / pooled[1])
     squares = float(np.sum((logs - logs.mean()) ** 2))
-    half = half_width(spread, rounds, squares=squares, chosen_from=chosen_from)
-    if rounds == 1:
+    half = half_width(spread, rounds, squares=squares, chosen_from=chosen_from, mean=sliced)
+    if rounds == 1 and not sliced:  # what varies within these varies in both
         half = math.hypot(half, _log_half_width(candidate[0]), _log_half_width(reference[0]))
     return Interval(median=math.exp(middle), low=math.exp(middle - half), high=math.exp(middle + half), samples=rounds)
 
@@ -279,15 +290,17 @@ def _log_half_width(interval: Interval) -> float:
     return 0.5 * math.log(interval.high / interval.low) if interval.low > 0 else 1.0
 
 
-def pool_runs(runs: Sequence[Interval]) -> Interval:
+def pool_runs(runs: Sequence[Interval], *, mean: bool = False) -> Interval:
     """One interval for several runs of a configuration: the median of their medians, the lowest and the highest bound.
 
     The median of an even number of runs is the geometric mean of the two in the middle, because ratios are compared.
+    With `mean` it is the geometric mean of all.
     """
     if len(runs) == 1:
         return runs[0]
+    middle = statistics.fmean if mean else statistics.median
     return Interval(
-        median=math.exp(statistics.median(math.log(run.median) for run in runs)),
+        median=math.exp(middle([math.log(run.median) for run in runs])),
         low=min(run.low for run in runs),
         high=max(run.high for run in runs),
         samples=sum(run.samples for run in runs),

@@ -39,6 +39,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 TARGET = "autoplan.planner.trials.worker:run_trial"
+ROUND_TARGET = "autoplan.planner.trials.worker:run_round"
 
 # Seconds that a phase may take before the trial counts as stuck. The search's budget may set an earlier deadline for
 # the whole trial.
@@ -54,7 +55,7 @@ PHASE_DEADLINES_S: Mapping[str, float] = {
 
 LAST_LINES = 20
 
-MEASURED = ("items_per_step", "method", "parts_s", "samples_s", "loss", "first_losses", "warnings")
+MEASURED = ("items_per_step", "method", "parts_s", "samples_s", "loss", "first_losses", "warnings", "pauses")
 """Of the first good rank's answer, as they are; its times are those of the slowest rank."""
 
 LOSS_TOLERANCES = {"fp32": 2e-3, "tf32": 1e-2, "bf16": 2e-2, "fp16": 1e-2}
@@ -209,9 +210,68 @@ class TrialRunner:
             on_attempt: Is told of each run that something outside ended; the trial is then run again.
             left_s: Seconds left for running it again; None: as many as it takes.
         """
-        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        began = time.monotonic()
-        request = TrialRequest(
+        started, began = _utc_now(), time.monotonic()
+        task = Task(
+            target=TARGET,
+            args=(self._request(order),),
+            ranks=order.config.world_size,
+            directory=self._folder(order),
+            deadlines_s=self.phase_deadlines_s,
+            total_deadline_s=order.deadline_s,
+            memory_limit_bytes=self.host_limit_bytes,
+        )
+        runs = run_again(self.zygote, task, on_progress=on_progress, on_attempt=on_attempt, left_s=left_s)
+        trial = self._trial(order, runs.report)
+        if not runs.settled:
+            trial = did_not_run(trial, len(runs.lost))
+        return trial.model_copy(update={"started": started, "seconds_spent": time.monotonic() - began})
+
+    def run_round(
+        self,
+        orders: Sequence[TrialOrder],
+        *,
+        weights: Sequence[float] = (),
+        on_progress: Callable[[Progress], None] | None = None,
+        runners: Sequence[TrialRunner] = (),
+    ) -> RoundOf:
+        """Runs trials of one rank on a CPU in slices of time (slices.py), so that all have the same machine.
+
+        Args:
+            orders: What to measure: configurations that ran here before. Their times are what all have together.
+            weights: Of their slices; none: all alike.
+            on_progress: Is told how far the first is.
+            runners: Of each, where they train something else; none: this one.
+
+        Returns:
+            All trials; none, and how it ended, where one of them did not come to its end, which is no verdict: they
+            shared the memory.
+        """
+        started, began = _utc_now(), time.monotonic()
+        runners = runners or [self for _ in orders]
+        requests = tuple(runner._request(order) for runner, order in zip(runners, orders, strict=True))
+        task = Task(
+            target=ROUND_TARGET,
+            args=(requests, f"slices-{time.monotonic_ns()}", tuple(weights) or (1.0,) * len(requests)),
+            ranks=len(requests) + 1,
+            independent=True,
+            directory=self._folder(orders[0]),
+            deadlines_s=self.phase_deadlines_s,
+            total_deadline_s=sum(order.deadline_s for order in orders),
+            memory_limit_bytes=self.host_limit_bytes,
+        )
+        report = run_again(self.zygote, task, on_progress=on_progress, left_s=lambda: 0.0).report
+        whole = report.ended is Ended.FINISHED and None not in map(_answer, report.ranks[:-1])
+        if not whole:
+            return RoundOf(trials=(), report=report)
+        part = {"started": started, "seconds_spent": (time.monotonic() - began) / len(orders)}
+        trials = [
+            runner._trial(order, report.model_copy(update=_one_of(rank))).model_copy(update=part)
+            for runner, order, rank in zip(runners, orders, report.ranks[:-1], strict=True)
+        ]
+        return RoundOf(trials=tuple(trials), report=report)
+
+    def _request(self, order: TrialOrder) -> TrialRequest:
+        return TrialRequest(
             spec=self.spec,
             config=order.config,
             device=self.device,
@@ -223,28 +283,37 @@ class TrialRunner:
             again=order.round is not None,
             seed=self.seed,
         )
+
+    def _folder(self, order: TrialOrder) -> Path:
         directory = self.directory / f"{order.number:04d}"
         directory.mkdir(parents=True, exist_ok=True)
-        task = Task(
-            target=TARGET,
-            args=(request,),
-            ranks=order.config.world_size,
-            directory=directory,
-            deadlines_s=self.phase_deadlines_s,
-            total_deadline_s=order.deadline_s,
-            memory_limit_bytes=self.host_limit_bytes,
-        )
-        runs = run_again(self.zygote, task, on_progress=on_progress, on_attempt=on_attempt, left_s=left_s)
-        trial = make_trial(
+        return directory
+
+    def _trial(self, order: TrialOrder, report: ProcessReport) -> Trial:
+        return make_trial(
             order,
-            runs.report,
+            report,
             device=self.device,
             memory_limit_bytes=self.memory_limit_bytes,
             global_batch=self.spec.global_batch,
         )
-        if not runs.settled:
-            trial = did_not_run(trial, len(runs.lost))
-        return trial.model_copy(update={"started": started, "seconds_spent": time.monotonic() - began})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundOf:
+    """Trials that shared the machine in slices; empty: one of them did not come to its end."""
+
+    trials: tuple[Trial, ...]
+    report: ProcessReport
+
+
+def _one_of(rank: RankReport) -> dict[str, Any]:
+    """What a report of several processes is for one of them. Its peak of memory is what it read itself."""
+    return {"ranks": (rank,), "phase": rank.phase, "phase_seconds": rank.phase_seconds, "peak_memory_bytes": 0}
+
+
+def _utc_now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def did_not_run(trial: Trial, runs: int) -> Trial:
@@ -267,7 +336,7 @@ def make_attempt(
         phase=report.phase,
         exit_status=None if rank is None else _exit_status(rank),
         seconds_spent=report.seconds,
-        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        started=_utc_now(),
     )
 
 

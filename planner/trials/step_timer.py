@@ -40,6 +40,7 @@ from autoplan.planner.trials.request import (
     MOST_AGAIN_S,
     PART_MICRO_STEPS,
     SAMPLES,
+    SLICED_S,
     VERY_EXPENSIVE_S,
     WARM_UP_S,
     WHOLE_STEP_S,
@@ -52,6 +53,7 @@ from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.step import StepResult
 
 if TYPE_CHECKING:
+    from autoplan.planner.trials.slices import Slices
     from autoplan.processes.context import RankContext
 
 MIN_SAMPLE_S = 0.05
@@ -95,6 +97,7 @@ class StepTimer:
         run: The training run.
         ranks: Takes the times of the slowest rank.
         load: Watches what else uses the device while steps are timed.
+        slices: What the process shares the machine with others by; None: it has the machine.
         last_loss: Of the last step.
         first_losses: Of the first samples, before any update: one for each micro-step of the first step.
         skipped: Steps that fp16 loss scaling skipped so far.
@@ -109,6 +112,7 @@ class StepTimer:
     run: TrainingRun
     ranks: RankSync
     load: LoadMonitor
+    slices: Slices | None = None
     last_loss: float | None = None
     first_losses: list[float] = field(default_factory=list)
     skipped: int = 0
@@ -152,18 +156,20 @@ class StepTimer:
         config, alone = self.request.config, not self._has_other_ranks
         compiles = config.compile != "off"
         self.context.phase("compile" if compiles else "warmup")
-        self._began = time.monotonic()
+        self._began = self._now_s()
         uncounted = GRAPH_MICRO_STEPS if compiles and config.compile_mode in CUDAGRAPH_MODES else 1
         fewest = 1 if alone and not compiles and not self.request.again else 2
         same = first_samples(self.run.workload, self.run.config.micro_batch, micro_steps)
         self._stretches.begin()
 
-        def compiled(_: Sequence[float]) -> None:
-            if compiles:  # what counts of a further run begins once the first micro-step has compiled
+        def after_first(seconds: Sequence[float]) -> None:
+            if len(seconds) == 1 and self.slices is not None and seconds[0] > EXPENSIVE_S:
+                self._count()
+            if compiles or self.slices is not None:  # what counts of a further run begins after the first micro-step
                 self._stretches.begin()
 
         step = self._step_not_skipped(
-            micro_steps, shorten_if_expensive=True, fewest=fewest, first_batch=same, after_each=compiled
+            micro_steps, shorten_if_expensive=True, fewest=fewest, first_batch=same, after_each=after_first
         )
         first = step["all"]
         if self._is_known_by(step):
@@ -173,7 +179,7 @@ class StepTimer:
             return
         if compiles:
             self.context.phase("warmup")
-            self._began = time.monotonic()
+            self._began = self._now_s()
             self._stretches.begin()
         if self.batches.sizes is not None:  # the largest batch shows that it fits; it is not timed
             self._step_not_skipped(micro_steps, shorten_if_expensive=alone)
@@ -256,13 +262,13 @@ class StepTimer:
                 if self.skipped - before > 10 + len(stretches.everything().get(STEP, ())):
                     raise self._never_steady()
                 continue
-            self._lasts_s = self._lasts_s or max(MEASURING_S, SAMPLES * sample)
+            self._lasts_s = self._lasts_s or max(self._least_s, SAMPLES * sample)
             stretches.add({STEP: [sample]})
             over = self._time_is_over()
             samples = stretches.so_far().get(STEP, [])
             if not samples and not over:
                 continue
-            interval = median_interval(samples or stretches.everything()[STEP], seed=self.request.seed)
+            interval = self._interval(samples or stretches.everything()[STEP])
             self._heartbeat(step_time_s=interval.median, samples=len(samples))
             enough = over or self._is_enough(interval, SAMPLES)
             if enough and len(stretches.everything()[STEP]) >= 2 and self._may_end():
@@ -270,7 +276,7 @@ class StepTimer:
             if len(samples) >= FEWEST_SAMPLES:
                 self._drop_if_behind(samples)
         self.samples = self._samples_that_count({STEP: FEWEST_SAMPLES})[STEP]
-        return median_interval(self.samples, seed=self.request.seed)
+        return self._interval(self.samples)
 
     # Parts.
 
@@ -304,7 +310,7 @@ class StepTimer:
                     self._drop_if_behind(list(interval.median * part / np.median(part)))
             times = self._timed_short_step(interval.samples if samples else 0)
             if times is not None:
-                self._lasts_s = self._lasts_s or max(MEASURING_S, FEWEST_SAMPLES * sum(map(sum, times.values())))
+                self._lasts_s = self._lasts_s or max(self._least_s, FEWEST_SAMPLES * sum(map(sum, times.values())))
                 stretches.add(times)
                 self.parts = stretches.everything()
         counted = self._samples_that_count(dict.fromkeys(self.parts, 1) | {self._most_expensive_part(): least})
@@ -336,10 +342,11 @@ class StepTimer:
     def _interval_of(self, samples: dict[str, list[float]]) -> tuple[Interval, dict[str, list[float]]]:
         """The step time from its parts, and the samples that count: slow ones at the start are left out."""
         self.parts = samples
-        part = self._most_expensive_part()
+        part, sliced = self._most_expensive_part(), self.slices is not None
         warm = dict(samples)
-        warm[part] = drop_warmup(samples[part], keep=min(FEWEST_SAMPLES, len(samples[part])))
-        interval = sum_interval(step_terms(warm, self.run.accumulation), seed=self.request.seed)
+        if not sliced:
+            warm[part] = drop_warmup(samples[part], keep=min(FEWEST_SAMPLES, len(samples[part])))
+        interval = sum_interval(step_terms(warm, self.run.accumulation), seed=self.request.seed, mean=sliced)
         return interval.model_copy(update={"samples": len(warm[part])}), warm
 
     def _micro_steps_s(self) -> list[float]:
@@ -348,17 +355,27 @@ class StepTimer:
 
     # What both ways share.
 
+    def _count(self) -> None:
+        """Begins to share the machine in slices, once the other processes are warm too."""
+        if self.slices is not None:
+            self.context.phase("measure")
+            self.slices.count()
+
     def _begin_measuring(self) -> None:
         """Begins the window: what was timed before does not count."""
+        self._count()
         self._stretches.clean, self._stretches.aside, self._lasts_s = {}, {}, 0.0
         self.load.restart()
         self._stretches.begin()
-        self._began = time.monotonic()
+        self._began = self._now_s()
 
     def _is_enough(self, interval: Interval, wanted: int) -> bool:
-        """Whether there are as many samples as are wanted, or a few that agree, and the load could be judged."""
+        """Whether there are as many samples as are wanted, or a few that agree, and the load could be judged.
+
+        Runs that share the machine in slices all take as long, however well their samples agree.
+        """
         agree = interval.samples >= FEWEST_SAMPLES and relative_width(interval) <= NARROW
-        return (interval.samples >= wanted or agree) and self._elapsed() >= MEASURING_S
+        return (interval.samples >= wanted or agree) and self._elapsed() >= self._least_s
 
     def _time_is_over(self) -> bool:
         """Whether the look has lasted as long as it should.
@@ -487,7 +504,7 @@ class StepTimer:
         step_s = self._whole_step_not_skipped()
         if pipeline:
             self.context.phase("warmup")
-            self._began = time.monotonic()
+            self._began = self._now_s()
             step_s = self._whole_step_not_skipped()
         while self._elapsed() < WARM_UP_S:
             step_s = self._whole_step_not_skipped()
@@ -522,16 +539,27 @@ class StepTimer:
     # Helpers.
 
     def _elapsed(self) -> float:
-        return self.ranks.largest([time.monotonic() - self._began])[0]
+        return self.ranks.largest([self._now_s() - self._began])[0]
+
+    def _now_s(self) -> float:
+        """Seconds of a clock of the time that this process has the machine."""
+        return time.perf_counter() if self.slices is None else self.slices.now_s()
+
+    @property
+    def _least_s(self) -> float:
+        return MEASURING_S if self.slices is None else SLICED_S
+
+    def _interval(self, samples: Sequence[float]) -> Interval:
+        return sum_interval([(1.0, samples)], seed=self.request.seed, mean=self.slices is not None)
 
     def _time(self, call: Callable[[], Any]) -> tuple[Any, float]:
         """The result of a call, and the seconds it took on the slowest rank."""
         self._synchronize()
-        began = time.perf_counter()
+        began = self._now_s()
         result = call()
         self.load.gpu.sample()  # on CUDA most kernels of the call are still to run
         self._synchronize()
-        return result, self.ranks.largest([time.perf_counter() - began])[0]
+        return result, self.ranks.largest([self._now_s() - began])[0]
 
     def _synchronize(self) -> None:
         if self.run.device.type == "cuda":

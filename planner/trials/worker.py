@@ -35,18 +35,39 @@ from autoplan.planner.trials.request import (
     TrialAnswer,
     TrialRequest,
 )
+from autoplan.planner.trials.slices import Slices, alternate
 from autoplan.planner.trials.step_timer import BehindError, NonfiniteError, StepTimer
 
 if TYPE_CHECKING:
     from autoplan.processes.context import RankContext
 
 
-def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
+def run_round(
+    context: RankContext, requests: tuple[TrialRequest, ...], file: str, weights: tuple[float, ...]
+) -> TrialAnswer | None:
+    """Measures configurations in slices of time (slices.py), each in a process of its own.
+
+    Args:
+        context: One of the processes; the last one has the others alternate.
+        requests: Of the others.
+        file: The name of the file that they share.
+        weights: Of their slices.
+    """
+    path = context.directory / file
+    if context.rank == len(requests):
+        context.phase("measure")
+        alternate(path, weights)
+        return None
+    return run_trial(context, requests[context.rank], Slices(path, context.rank, len(requests)))
+
+
+def run_trial(context: RankContext, request: TrialRequest, slices: Slices | None = None) -> TrialAnswer:
     """Measures one configuration.
 
     Args:
         context: This rank.
         request: What to measure, and for how long.
+        slices: What this process shares the machine with others by; None: it has the machine.
 
     Returns:
         The answer. Its times are those of the slowest rank, its memory is this rank's.
@@ -67,9 +88,11 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     run = prepare(workload, request.config, device=device)
     limit_collectives()  # its mesh has groups of its own
     ranks.barrier()
+    if slices is not None:
+        slices.ready()
     gauge = device.type == "cpu"
     load = LoadMonitor(device=device, root_pid=os.getppid(), gauge=gauge)  # the zygote: all below it is this trial
-    timer = StepTimer(context=context, request=request, run=run, ranks=ranks, load=load)
+    timer = StepTimer(context=context, request=request, run=run, ranks=ranks, load=load, slices=slices)
     behind: BehindError | None = None
     try:
         interval = _measure(timer, memory)
@@ -77,6 +100,8 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
         return TrialAnswer(outcome=Outcome.NONFINITE, reason=str(error), loss=None, startup_s=startup_s)
     except BehindError as error:
         interval, behind = error.interval, error
+    if slices is not None:
+        slices.end()
     answer = TrialAnswer(
         step_time_s=interval,
         method=timer.method,
@@ -90,6 +115,7 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
         warnings=tuple(_warnings(timer, request)),
         window=load.window(timer.disturbed),
         startup_s=startup_s,
+        pauses=0 if slices is None else slices.pauses,
     )
     context.phase("done")
     return _decide_outcome(answer, memory, request)

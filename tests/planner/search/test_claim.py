@@ -56,9 +56,11 @@ def a_trial(number: int, purpose: str, config: TrainingConfig, time_s: float, **
 class Simulated(Session):
     """A session after its looks: pairs and claim are the real ones; a run takes a drawn time, and one second."""
 
-    def __init__(self, seed: int, spread: float, *, left_s: float = 1000.0, gain: float = 0.0) -> None:
+    def __init__(
+        self, seed: int, spread: float, *, left_s: float = 1000.0, gain: float = 0.0, within: float | None = None
+    ) -> None:
         self.random = np.random.default_rng(seed)
-        self.spread, self.gain = spread, gain
+        self.spread, self.gain, self.within = spread, gain, within
         self.store: Any = SimpleNamespace(
             trials=(), spent_s=0.0, claims=(), ledger=(), parity_of=lambda config: verdict(True), add=self._add
         )
@@ -68,7 +70,10 @@ class Simulated(Session):
         self.options.wanted = SimpleNamespace(name="throughput")
         self.observer = SearchObserver()
         self.model: Any = SimpleNamespace(
-            trial_cost=SimpleNamespace(repeat_s=lambda trial: trial.seconds_spent),
+            trial_cost=SimpleNamespace(
+                repeat_s=lambda trial: trial.seconds_spent,
+                round_s=lambda one, other, sliced: one.seconds_spent + other.seconds_spent,
+            ),
             cost_s=lambda config: 1.0,
             hopeful=lambda: np.zeros(1, dtype=bool),
         )
@@ -89,6 +94,24 @@ class Simulated(Session):
         trial = a_trial(len(self.store.trials), purpose, config, time_s, round=facts.get("round"))
         self.keep(trial)
         return trial
+
+    def in_slices(self, *runs: Trial) -> bool:
+        return self.within is not None
+
+    def measure_round(self, purpose: Any, runs: Any, limits: Any) -> tuple[Trial, ...]:
+        """In slices: what differs between times (`spread`) is the same for both, what does not is `within`."""
+        drift, spread = self.random.normal(0.0, self.spread), self.spread
+        self.spread = self.within or 0.0
+        try:
+            made = [self.measure(purpose, run.config, **limit) for run, limit in zip(runs, limits, strict=True)]
+        finally:
+            self.spread = spread
+        shared = math.exp(drift)
+        found = [
+            trial.model_copy(update={"pauses": 9, "step_time_s": scaled(trial.step_time_s, shared)}) for trial in made
+        ]
+        self.store.trials = (*self.store.trials[: -len(made)], *found)
+        return tuple(found)
 
     def keep(self, trial: Trial) -> None:
         self.store.trials = (*self.store.trials, trial)
@@ -111,6 +134,11 @@ class Simulated(Session):
         found = self.comparison(leader)
         assert found is not None
         return found
+
+
+def scaled(step: Interval | None, factor: float) -> Interval:
+    assert step is not None
+    return step.model_copy(update={name: factor * getattr(step, name) for name in ("median", "low", "high")})
 
 
 def simulate(session: Simulated, candidates: int) -> Comparison:
@@ -224,6 +252,33 @@ def side_by_side(*times_s: tuple[float, float], first_round: int = 0) -> list[Tr
         trials.append(a_trial(len(trials), "claim", BASE, base_s, round=number))
         trials.append(a_trial(len(trials), "claim", OTHERS[0], leader_s, round=number))
     return trials
+
+
+# Rounds in slices.
+
+
+@pytest.mark.parametrize("within", [0.01, 0.025])
+def test_in_slices_a_machine_that_changes_by_a_fifth_hides_no_gain_and_makes_none(within: float):
+    equals = [simulate(Simulated(case, 0.2, within=within), 6) for case in range(50)]
+    assert np.mean([one.claim.claimed for one in equals]) < 0.09  # 5 % and what 50 of them scatter by
+    faster = [simulate(Simulated(case, 0.2, within=within, gain=math.log(1.2)), 2) for case in range(20)]
+    right = [one for one in faster if one.candidate.config == OTHERS[0]]
+    assert np.mean([one.claim.claimed for one in right]) > 0.9
+    apart = [simulate(Simulated(case, 0.2, gain=math.log(1.2)), 2) for case in range(20)]
+    assert np.mean([one.claim.claimed for one in apart]) < 0.5, "one after the other it is mostly hidden"
+
+
+def test_the_ratio_of_rounds_in_slices_is_the_mean_of_theirs_and_that_of_the_figures_shown():
+    trials = side_by_side((1.2, 1.0), (2.4, 2.0), (1.8, 1.5))
+    sliced = [t.model_copy(update={"pauses": 9}) if t.purpose == "claim" else t for t in trials]
+    found, apart = (
+        compare_of(sliced, spread=Spread(sd=0.2, freedom=9)),
+        compare_of(trials, spread=Spread(sd=0.2, freedom=9)),
+    )
+    assert found.claim.claimed and not apart.claim.claimed
+    assert found.speedup.median == pytest.approx(1.2)
+    assert found.reference.step_time.median / found.candidate.step_time.median == pytest.approx(1.2)
+    assert found.claim.spread == RUN_SPREAD, "what changes the machine is no part of it"
 
 
 # Optional stopping.

@@ -1,0 +1,133 @@
+"""Runs that share the machine in slices: real processes, their clocks, and what becomes of a round that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoplan.planner.records.trials import Outcome
+from autoplan.planner.trials.runner import TrialOrder, TrialRunner
+from autoplan.planner.trials.slices import MOST_WEIGHT, SLICE_S, Slices, alternate
+from autoplan.processes import Ended, Task, Zygote
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.sources import make_spec
+
+WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
+COUNTED_S = 6 * SLICE_S
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote(preload=("torch", "autoplan.planner.trials.worker", "autoplan.strategies.prepare")) as zygote:
+        yield zygote
+
+
+def work(context: Any, file: str, weights: tuple[float, ...], counted_s: tuple[float, ...]) -> Any:
+    """Processes that do nothing but note when they run, and the one that has them alternate."""
+    if context.rank == len(counted_s):
+        alternate(Path(file), weights)
+        return None
+    mine = Slices(Path(file), context.rank, len(counted_s))
+    mine.ready()
+    mine.count()
+    mine.count()  # again: it does nothing
+    began_s, seen = mine.now_s(), []
+    while mine.now_s() - began_s < counted_s[context.rank]:
+        seen.append(time.monotonic())
+        time.sleep(0.001)
+    own_s = mine.now_s() - began_s
+    mine.end()
+    return {"seen": seen, "own_s": own_s, "pauses": mine.pauses, "wall_s": seen[-1] - seen[0]}
+
+
+def run_all(
+    zygote: Zygote, folder: Path, weights: tuple[float, ...], counted_s: tuple[float, ...]
+) -> list[dict[str, Any]]:
+    task = Task(
+        target=work,
+        args=(str(folder / "slices"), weights, counted_s),
+        ranks=len(counted_s) + 1,
+        independent=True,
+        total_deadline_s=60.0,
+    )
+    return list(zygote.run(task).check().results[:-1])
+
+
+@pytest.mark.parametrize("runs", [2, 3])
+def test_one_runs_at_a_time_and_its_clock_counts_its_own_slices(zygote: Zygote, tmp_path: Path, runs: int):
+    made = run_all(zygote, tmp_path, (1.0,) * runs, (COUNTED_S,) * runs)
+    for one in made:
+        assert one["own_s"] == pytest.approx(COUNTED_S, abs=0.5 * SLICE_S)
+        assert one["pauses"] >= 3
+    assert made[0]["wall_s"] > (runs - 0.5) * COUNTED_S, "what the others had is not in its own clock"
+    marks = sorted((at, number) for number, one in enumerate(made) for at in one["seen"])
+    changes = sum(a[1] != b[1] for a, b in zip(marks, marks[1:], strict=False))
+    pauses = sum(one["pauses"] for one in made)
+    assert changes <= pauses + runs, f"{changes} changes in {len(marks)} looks at the clock"
+
+
+def test_runs_with_a_fixed_number_of_steps_end_together_by_their_weights(zygote: Zygote, tmp_path: Path):
+    longer = 3.0
+    first, second = run_all(zygote, tmp_path, (1.0, longer), (COUNTED_S, longer * COUNTED_S))
+    alone_s = second["seen"][-1] - first["seen"][-1]
+    assert alone_s < 0.5 * second["own_s"], "most of the second's time it shared with the first"
+    assert longer < MOST_WEIGHT
+
+
+def runner_in(zygote: Zygote, folder: Path) -> TrialRunner:
+    return TrialRunner(
+        zygote,
+        make_spec(model=f"{WORKLOADS}:make"),
+        device="cpu",
+        memory_limit_bytes=3 << 30,
+        host_limit_bytes=3 << 30,
+        directory=folder,
+    )
+
+
+def order(number: int, micro_batch: int, **facts: Any) -> TrialOrder:
+    config = TrainingConfig(micro_batch=micro_batch)
+    given: dict[str, Any] = {"purpose": "claim", "prediction": None, "deadline_s": 60.0, "round": 0} | facts
+    return TrialOrder(number=number, config=config, method="whole_steps", **given)
+
+
+def test_a_round_measures_both_over_the_same_time(zygote: Zygote, tmp_path: Path):
+    made = runner_in(zygote, tmp_path).run_round((order(3, 128), order(4, 6)))
+    one, other = made.trials
+    assert (one.number, other.number) == (3, 4) and one.config.micro_batch == 128
+    for trial in made.trials:
+        assert trial.outcome is Outcome.OK and trial.round == 0 and trial.purpose == "claim"
+        assert trial.pauses >= 3 and trial.peak_memory_bytes and trial.first_losses
+        assert trial.phase_seconds["measure"] > trial.step_time_s.median  # type: ignore[union-attr]
+    assert one.step_time_s.median < other.step_time_s.median  # type: ignore[union-attr]
+    assert one.seconds_spent == other.seconds_spent == pytest.approx(made.report.seconds / 2, rel=0.2)
+
+
+@pytest.mark.parametrize("micro_batch", [12, 192], ids=["raises", "killed"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_round_of_which_one_fails_ends_soon_and_is_no_verdict(
+    zygote: Zygote, tmp_path: Path, micro_batch: int, place: int
+):
+    orders = [order(0, 128), order(1, micro_batch)]
+    began_s = time.monotonic()
+    made = runner_in(zygote, tmp_path).run_round((orders[1 - place], orders[place]))
+    assert made.trials == () and made.report.ended is Ended.FINISHED
+    assert time.monotonic() - began_s < 45.0, "before its deadline"
+    assert any(rank.error is not None and "another run" in rank.error.message for rank in made.report.ranks)
+    assert not [pid for rank in made.report.ranks if (pid := rank.pid) and os.path.exists(f"/proc/{pid}")]
+
+
+def stop(context: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_stopped_process_is_ended_by_the_deadline_like_any_other(zygote: Zygote):
+    report = zygote.run(Task(target=stop, total_deadline_s=1.0))
+    assert report.ended is Ended.DEADLINE and report.left_behind == 0
+    assert report.ranks[0].signal == signal.SIGTERM, "it could end by itself"
