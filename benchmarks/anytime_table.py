@@ -51,13 +51,25 @@ def rounds_with(lines: Lines, form: str, name: str, wanted: Lines) -> list[dict[
 
 
 def speeds(rounds: Lines) -> Callable[[dict[str, Any] | None], float]:
-    """Steps per second of a configuration: the median over the rounds; 0 where it did not run in all, or is none."""
+    """The speed of a configuration as a share of that of all of a round: the geometric mean over the rounds.
+
+    0 where it did not run in all of them, or is none.
+    """
 
     def of(config: dict[str, Any] | None) -> float:
-        steps = [run["step_s"] for line in rounds for run in line["runs"] if run["config"] == config]
-        return 1 / statistics.median(steps) if steps and None not in steps else 0.0
+        shares = []
+        for line in rounds:
+            own = [run["step_s"] for run in line["runs"] if run["config"] == config]
+            if not own or None in own:
+                return 0.0
+            shares.append(_middle([run["step_s"] for run in line["runs"]]) / _middle(own))
+        return statistics.geometric_mean(shares) if shares else 0.0
 
     return of
+
+
+def _middle(steps_s: Sequence[float | None]) -> float:
+    return statistics.geometric_mean([s for s in steps_s if s is not None])
 
 
 # GPT-2.

@@ -281,6 +281,8 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Runs each configuration once a round in a fresh process, in an order drawn by the round's number.
 
+    On a CPU those of a round share the machine in slices of time, if its memory holds them all.
+
     Yields a line for each round: the step time of each configuration, None where it did not run, and what disturbed it.
     """
     with tempfile.TemporaryDirectory(prefix="side-by-side-") as folder, Zygote(preload=preload_for(spec)) as zygote:
@@ -296,16 +298,24 @@ def measure(
         for number in numbers:
             order = list(configs)
             random.Random(f"round/{number}").shuffle(order)
-            runs = []
-            for place, config in enumerate(order):
-                trial = runner.run(
-                    TrialOrder(
-                        number=100 * number + place, purpose="search", config=config, prediction=None,
-                        deadline_s=DEADLINE_S,
-                    )
-                )  # fmt: skip
-                step_s = None if trial.step_time_s is None else trial.step_time_s.median
-                runs.append({"config": short(config), "step_s": step_s, "disturbed": trial.disturbed})
+            orders = [
+                TrialOrder(
+                    number=100 * number + place, purpose="claim", config=config, prediction=None, round=number,
+                    deadline_s=DEADLINE_S,
+                )
+                for place, config in enumerate(order)
+            ]  # fmt: skip
+            sliced = device == "cpu" and all(config.world_size == 1 for config in order)
+            trials = runner.run_round(orders).trials if sliced else ()
+            runs = [
+                {
+                    "config": short(trial.config),
+                    "step_s": None if trial.step_time_s is None else trial.step_time_s.median,
+                    "disturbed": trial.disturbed,
+                    "pauses": trial.pauses,
+                }
+                for trial in trials or map(runner.run, orders)
+            ]
             yield {"round": number, "runs": runs, "load": f"load {os.getloadavg()[0]:.1f}"} | machine()
 
 

@@ -35,7 +35,6 @@ from autoplan.planner.search.side_by_side import SideBySide
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, ModelCost, TrialCost
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.measure import Spread
-from autoplan.planner.trials.request import runs_shorter
 from autoplan.planner.trials.runner import TrialLimits, TrialOrder, TrialRunner, make_attempt, with_first_loss_compared
 from autoplan.processes import Ended, ProcessReport, Progress, Zygote
 from autoplan.strategies.config import PLAIN, TrainingConfig
@@ -49,9 +48,6 @@ OVERRUN = 0.05
 
 POLL_S = 0.5
 """Seconds between two looks at what other planners do."""
-
-SLICES_BYTES = 1 << 30
-"""Beside what both runs of a round take: the process that has them alternate, and shared pages, counted three times."""
 
 REMEASURE = 1.0
 """A trial may take so many times longer to measure disturbed stretches again; not at all under a load that lasts."""
@@ -395,14 +391,9 @@ class Session:
     def in_slices(self, *runs: Trial) -> bool:
         """Whether runs of these configurations can share this machine in slices (planner/trials/slices.py).
 
-        Each is one process, on a CPU of this machine, and its memory holds both. It is not known of a GPU: what it was
-        given to do goes on while a process is stopped.
+        Over several nodes none of them is the machine of both.
         """
-        here = self.context.device == "cpu" and self.options.launcher == "local" and not self.apart
-        known = [run.peak_memory_bytes for run in runs]
-        if not here or any(run.config.world_size > 1 for run in runs) or None in known:
-            return False
-        return sum(peak or 0 for peak in known) + SLICES_BYTES <= self.context.host_limit_bytes
+        return self.options.launcher == "local" and not self.apart and self.runner.may_slice(runs)
 
     def measure_round(
         self, purpose: Purpose, runs: Sequence[Trial], limits: Sequence[TrialLimits]
@@ -421,11 +412,8 @@ class Session:
         first, second = (
             self.begin_trial(purpose, run.config, **limit) for run, limit in zip(runs, limits, strict=True)
         )
-        made = self.runner.run_round(
-            (first, replace(second, number=first.number + 1)),
-            weights=slice_weights(runs, self.context.spec.global_batch),
-            on_progress=self.on_progress,
-        )
+        second = replace(second, number=max(second.number, first.number + 1))
+        made = self.runner.run_round((first, second), known=runs, on_progress=self.on_progress)
         self.store.tick(force=True)
         if made.trials:
             return tuple(self.end_trial(trial) for trial in made.trials)
@@ -511,15 +499,6 @@ def budget_of(options: SearchOptions, store: Store, budget_s: float) -> BudgetSt
         trials_done=sum(not trial.is_repeat for trial in store.trials),
         max_trials=options.max_trials,
     )
-
-
-def slice_weights(runs: Sequence[Trial], global_batch: int) -> tuple[float, float]:
-    """How long the slices of two runs are to each other: where both have a fixed number of steps, as these are."""
-    steps_s = [0.0 if run.step_time_s is None else run.step_time_s.median for run in runs]
-    micro_s = [s / run.config.accumulation(global_batch) for s, run in zip(steps_s, runs, strict=True)]
-    if all(runs_shorter(run.config, s) for s, run in zip(micro_s, runs, strict=True)):
-        return micro_s[0], micro_s[1]
-    return 1.0, 1.0
 
 
 def is_plain_run(config: TrainingConfig) -> bool:

@@ -50,9 +50,8 @@ FEWEST_SAMPLES = 3
 MEASURING_S = 0.8
 """Measuring lasts so long at least: two stretches that the load monitor can judge (load.SHORTEST_STRETCH_S)."""
 
-SLICED_S = 3.0
-"""Measuring lasts so long at least where two runs share the machine in slices: twelve slices of each. To start their
-processes takes longer."""
+SLICED_S = 2.0
+"""Measuring lasts so long at least where runs share the machine in slices: eight slices of each."""
 
 MOST_MEASURING_S = 20.0
 """Measuring ends after so long, with what there is: a step of a pipeline, which has no parts, may take minutes."""

@@ -22,7 +22,14 @@ from pydantic import ValidationError
 
 from autoplan.planner.records.trials import Attempt, Outcome, PeakMemory, Prediction, Purpose, Trial, Window
 from autoplan.planner.trials.measure import ToBeat, invert
-from autoplan.planner.trials.request import FITS_MICRO_STEPS, MOST_MEASURING_S, TrialAnswer, TrialRequest
+from autoplan.planner.trials.request import (
+    FITS_MICRO_STEPS,
+    MOST_MEASURING_S,
+    TrialAnswer,
+    TrialRequest,
+    runs_shorter,
+)
+from autoplan.planner.trials.slices import MOST_RUNS
 from autoplan.processes import (
     Cause,
     Ended,
@@ -54,6 +61,11 @@ PHASE_DEADLINES_S: Mapping[str, float] = {
 }
 
 LAST_LINES = 20
+
+SLICES_BYTES = 1 << 30
+"""Beside what all runs of a round take: the process that has them alternate; and shared pages count in each process."""
+
+MICRO_STEPS = ("micro_step", "micro_step_sync")
 
 MEASURED = ("items_per_step", "method", "parts_s", "samples_s", "loss", "first_losses", "warnings", "pauses")
 """Of the first good rank's answer, as they are; its times are those of the slowest rank."""
@@ -226,11 +238,22 @@ class TrialRunner:
             trial = did_not_run(trial, len(runs.lost))
         return trial.model_copy(update={"started": started, "seconds_spent": time.monotonic() - began})
 
+    def may_slice(self, runs: Sequence[Trial]) -> bool:
+        """Whether further runs of these configurations can share this machine in slices.
+
+        Each is one process, on a CPU whose memory holds them all. What a GPU was given to do goes on while its process
+        is stopped.
+        """
+        if self.device != "cpu" or len(runs) > MOST_RUNS or any(run.config.world_size > 1 for run in runs):
+            return False
+        peaks = [run.peak_memory_bytes or self.host_limit_bytes for run in runs]
+        return sum(peaks) + SLICES_BYTES <= self.host_limit_bytes
+
     def run_round(
         self,
         orders: Sequence[TrialOrder],
         *,
-        weights: Sequence[float] = (),
+        known: Sequence[Trial] = (),
         on_progress: Callable[[Progress], None] | None = None,
         runners: Sequence[TrialRunner] = (),
     ) -> RoundOf:
@@ -238,7 +261,7 @@ class TrialRunner:
 
         Args:
             orders: What to measure: configurations that ran here before. Their times are what all have together.
-            weights: Of their slices; none: all alike.
+            known: Earlier runs of the same configurations, in the same order; none: they are not known here.
             on_progress: Is told how far the first is.
             runners: Of each, where they train something else; none: this one.
 
@@ -251,7 +274,7 @@ class TrialRunner:
         requests = tuple(runner._request(order) for runner, order in zip(runners, orders, strict=True))
         task = Task(
             target=ROUND_TARGET,
-            args=(requests, f"slices-{time.monotonic_ns()}", tuple(weights) or (1.0,) * len(requests)),
+            args=(requests, f"slices-{time.monotonic_ns()}", _slice_weights(known) or (1.0,) * len(requests)),
             ranks=len(requests) + 1,
             independent=True,
             directory=self._folder(orders[0]),
@@ -305,6 +328,13 @@ class RoundOf:
 
     trials: tuple[Trial, ...]
     report: ProcessReport
+
+
+def _slice_weights(known: Sequence[Trial]) -> tuple[float, ...]:
+    """How long the slices are to each other, where all run a fixed number of micro-steps: as these are; else none."""
+    micro_steps_s = [max(run.parts_s.get(part, 0.0) for part in MICRO_STEPS) for run in known]
+    fixed = all(runs_shorter(run.config, s) for s, run in zip(micro_steps_s, known, strict=True))
+    return tuple(micro_steps_s) if fixed else ()
 
 
 def _one_of(rank: RankReport) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -42,6 +42,7 @@ from autoplan.planner.verify.measure import make_verifiable, open_runner, say_no
 from autoplan.planner.verify.stairs import OF_SEARCH, Names, Staircase, is_good
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import read_host_profile
+from autoplan.processes import Ended
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_seconds, parse_duration_s
@@ -212,7 +213,7 @@ class Climb:
 
     def __post_init__(self) -> None:
         self._began, self._spent_before_s = time.monotonic(), self.found.spent_s
-        self._lost = 0
+        self._lost, self._apart = 0, False
 
     @property
     def left_s(self) -> float:
@@ -266,14 +267,40 @@ class Climb:
         return times
 
     def _round(self, configs: Sequence[TrainingConfig]) -> None:
-        """One run of each configuration that runs here, in an order that is drawn."""
+        """One run of each configuration that runs here, in an order that is drawn: in slices of time, if that can be.
+
+        One that does not come to its end in slices says nothing by that: then all run one after the other.
+        """
         number = 1 + max((run.round or 0 for run in self._own_runs()), default=-1)
         order = [config for config in configs if self.found.failure(config) is None]
         random.Random(f"staircase/{number}").shuffle(order)
+        if self._in_slices(order, number):
+            return
         for place, config in enumerate(order, 1):
             if self.left_s <= 0:
                 return
             self._measure(config, f"round {number + 1}, run {place} of {len(order)}", round=number)
+
+    def _in_slices(self, order: Sequence[TrainingConfig], number: int) -> bool:
+        """Whether a round was made in slices, or the time was over in it.
+
+        Of a configuration that did not run yet, the memory is taken to be that of the largest.
+        """
+        ran = {trial.config: trial for trial in self.found.trials if is_good(trial)}
+        largest = max(ran.values(), key=lambda trial: trial.peak_memory_bytes or 0, default=None)
+        if self._apart or largest is None or not self.runner.may_slice([ran.get(c, largest) for c in order]):
+            return False
+        known = [ran[config] for config in order] if ran.keys() >= set(order) else []
+        self.on_progress(f"round {number + 1}, {len(order)} runs in slices of time")
+        orders = [self._order_for(config, number, place) for place, config in enumerate(order)]
+        share_s = self.left_s / len(orders)
+        orders = [replace(one, deadline_s=max(5.0, min(one.deadline_s, share_s))) for one in orders]
+        made = self.runner.run_round(orders, known=known)
+        if made.trials:
+            self._keep(trials=(*self.found.trials, *made.trials))
+        failed = not made.trials and made.report.ended is not Ended.DEADLINE
+        self._apart = failed and bool(known)  # else one that ran here for the first time may not run at all
+        return not failed
 
     def _own_runs(self) -> Iterator[Trial]:
         """The runs of rounds that were made here."""
@@ -311,11 +338,19 @@ class Climb:
             DidNotRunError: something outside ended this one and the one before.
         """
         self.on_progress(words)
+        trial = self.runner.run(self._order_for(config, round), left_s=lambda: self.left_s)
+        self._lost = self._lost + 1 if trial.did_not_run else 0
+        if self._lost > 1:
+            raise DidNotRunError(f"two runs, one after the other; the last: {trial.reason}")
+        if not trial.did_not_run:
+            self._keep(trials=(*self.found.trials, trial))
+
+    def _order_for(self, config: TrainingConfig, round: int | None, place: int = 0) -> TrialOrder:
         before = [trial for trial in self.found.trials if trial.config == config and is_good(trial)]
         longest_s = max((trial.seconds_spent for trial in self.found.trials), default=DEADLINE_MORE_S)
         own_s = DEADLINE_FACTOR * longest_s + DEADLINE_MORE_S
-        order = TrialOrder(
-            number=1 + max((trial.number for trial in self.found.trials), default=-1),
+        return TrialOrder(
+            number=1 + place + max((trial.number for trial in self.found.trials), default=-1),
             purpose="search" if round is None else "claim",
             config=config,
             prediction=None,
@@ -324,12 +359,6 @@ class Climb:
             method=before[0].method if before else None,
             round=round,
         )
-        trial = self.runner.run(order, left_s=lambda: self.left_s)
-        self._lost = self._lost + 1 if trial.did_not_run else 0
-        if self._lost > 1:
-            raise DidNotRunError(f"two runs, one after the other; the last: {trial.reason}")
-        if not trial.did_not_run:
-            self._keep(trials=(*self.found.trials, trial))
 
     def _keep(self, **changed: object) -> None:
         spent_s = self._spent_before_s + time.monotonic() - self._began

@@ -572,7 +572,13 @@ def test_the_last_round_is_counted_where_it_would_be_begun(
     """And how many show the gain is asked of a gain without what the look may owe to luck."""
     monkeypatch.setattr("autoplan.planner.search.state.round_s", lambda session, config: 1.0)
     spread, gain = Spread(sd=0.05, freedom=12), 0.2
-    session: Any = SimpleNamespace(baseline=a_trial(0, "baseline", BASE, 1.0), left_s=left_s, run_spread=spread)
+    session: Any = SimpleNamespace(
+        baseline=a_trial(0, "baseline", BASE, 1.0),
+        left_s=left_s,
+        run_spread=spread,
+        first_run=lambda config: None,
+        in_slices=lambda *runs: False,
+    )
     leader: Any = SimpleNamespace(look_s=math.exp(-gain), config=OTHERS[0])
     assert claim_size(session, leader) == rounds
     assert rounds_needed(spread, gain) < rounds_needed(spread, gain - spread.of_ratio()[0]) == 6

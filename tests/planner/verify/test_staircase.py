@@ -26,6 +26,7 @@ from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.verify import climb
 from autoplan.planner.verify.climb import ALL_MEASURED, BUDGET_ENDED, ROUNDS, Climb, begin, beside, load_staircase
 from autoplan.planner.verify.stairs import OF_SEARCH, Changes, Effect, Staircase, interactions, is_good, merge_steps
+from autoplan.processes import Ended
 from autoplan.report.html import render_page
 from autoplan.report.staircase import part_rows, remarks, sign, step_rows
 from autoplan.strategies.config import PLAIN, TrainingConfig
@@ -152,6 +153,24 @@ class DrawnRuns:
         self.fails: TrainingConfig | None = None
         self.disturbs: set[int] = set()
         self.stops_at: int | None = None
+        self.drift: float | None = None  # of the machine between rounds, in slices; None: one after the other
+        self.ended = Ended.FINISHED
+
+    def may_slice(self, runs: Any) -> bool:
+        return self.drift is not None
+
+    def run_round(self, orders: Any, *, known: Any) -> Any:
+        assert not known or [order.config for order in orders] == [run.config for run in known]
+        report = types.SimpleNamespace(ended=self.ended)
+        if self.ended is not Ended.FINISHED:
+            return types.SimpleNamespace(trials=(), report=report)
+        slow, made = math.exp(self.draw.gauss(0, self.drift or 0.0)), []
+        for order in orders:
+            trial = self.run(order)
+            s = trial.step_time_s
+            step = s.model_copy(update={name: slow * getattr(s, name) for name in ("median", "low", "high")})
+            made.append(trial.model_copy(update={"step_time_s": step, "pauses": 8}))
+        return types.SimpleNamespace(trials=tuple(made), report=report)
 
     def run(self, order: Any, **given: Any) -> Any:
         if self.stops_at is not None and len(self.orders) >= self.stops_at:
@@ -210,6 +229,28 @@ def test_the_figures_are_those_of_the_runs(tmp_path: Path) -> None:
     rounds = [[order.config for order in runner.orders if order.round == number] for number in range(ROUNDS)]
     assert all(len(set(configs)) == len(configs) == len(rounds[0]) for configs in rounds)
     assert len({tuple(configs) for configs in rounds}) > 1, "the order is drawn anew"
+
+
+def test_rounds_in_slices_show_steps_that_a_machine_which_changes_would_hide(tmp_path: Path) -> None:
+    runner = DrawnRuns({"precision": 0.8, "compile": 0.9, "checkpointing": 1.15, "loss": 0.85}, seed=1)
+    runner.drift = 0.3
+    found = climbed(runner, tmp_path)
+    assert found.ended == ALL_MEASURED and all(trial.pauses for trial in found.trials if trial.purpose == "claim")
+    assert not any(trial.pauses for trial in found.trials if trial.purpose != "claim")
+    assert "+" in {sign(step) for step in found.steps()} and "-" in {sign(step) for step in found.steps()}
+    for step in found.steps():
+        assert step.gain is not None and step.gain.high / step.gain.low < 1.2 and step.rounds == ROUNDS
+
+
+@pytest.mark.parametrize("ended", [Ended.MEMORY_LIMIT, Ended.DEADLINE])
+def test_a_round_in_slices_that_fails_is_made_one_after_the_other_if_there_is_time(tmp_path: Path, ended: Ended):
+    runner = DrawnRuns(FACTORS)
+    runner.drift, runner.ended = 0.0, ended
+    budget_s = 1e6 if ended is Ended.MEMORY_LIMIT else 0.5
+    found = climbed(runner, tmp_path, budget_s=budget_s)
+    rounds = [trial for trial in found.trials if trial.purpose == "claim"]
+    assert not any(trial.pauses for trial in rounds)
+    assert (found.ended == ALL_MEASURED) == bool(rounds) == (ended is Ended.MEMORY_LIMIT)
 
 
 def test_a_disturbed_round_is_void_and_made_again(tmp_path: Path) -> None:
