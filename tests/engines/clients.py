@@ -4,7 +4,9 @@
 
 Each client does what a planner does of a trial, with nothing between: it reads what is new, claims a configuration that
 nobody has, takes a number, adds the trial's line and the ledger's, and gives the claim back. Afterwards the record is
-checked: each configuration once, all lines in order. The clients are threads of some processes, a connection each.
+checked: each configuration once, nothing lost. The clients are threads of some processes, each with a connection for
+its calls and one for its signs of life. What a client that was silent for too long writes is refused, and counted; any
+other error of a client ends the program with status 1.
 """
 
 from __future__ import annotations
@@ -21,13 +23,18 @@ from pathlib import Path
 
 from autoplan.planner.store import database
 from autoplan.planner.store.database import SharedRecord, read_record
+from autoplan.planner.store.journal import LeaseLostError
 from tests.engines.cluster import running_cluster
 
 HEAD = {"kind": "study", "schema": 1, "identity": "many", "summary": {}}
 LINE = "x" * 4_000
 """About as long as the line of a trial."""
 
-PROCESSES = 4
+PROCESSES = 20
+"""More threads in one process wait for each other rather than for the database."""
+
+SWITCH_S = 0.05
+"""Each thread that waits for its process wakes so often."""
 
 
 class Client(threading.Thread):
@@ -35,30 +42,41 @@ class Client(threading.Thread):
         super().__init__(daemon=True)
         self.record = SharedRecord(url, study, HEAD)
         self._begin, self._seconds, self._name, self._pause_s = begin, seconds, name, pause_s
-        self.done, self.refused, self.slowest_s = 0, 0, 0.0
+        self.done, self.refused, self.lost, self.slowest_s = 0, 0, 0, 0.0
+        self.error: Exception | None = None
 
     def run(self) -> None:
         self._begin.wait()
+        try:
+            self._work()
+        except Exception as error:  # the main thread says it
+            self.error = error
+
+    def _work(self) -> None:
         ends, number, known = time.monotonic() + self._seconds, 0, set[str]()
         while time.monotonic() < ends:
             began = time.monotonic()
             # two clients want each configuration: one of them is refused
             key = f"look {self._name.rstrip('ab')}/{number}"
             number += 1
-            known.update(line["key"] for line in self.record.news() if line["kind"] == "work")
+            known.update(line["trial"]["key"] for line in self.record.news() if line["kind"] == "trial")
             if key in known or not self.record.claim(key):
                 self.refused += 1
                 continue
             trial = {"kind": "trial", "trial": {"number": self.record.take_number(0), "key": key, "text": LINE}}
-            self.record.append(trial, key=key)
-            self.record.append({"kind": "work", "key": key}, key=key)
+            try:
+                self.record.append(trial, key=key)
+                self.done += 1
+                self.record.append({"kind": "work", "key": key}, key=key)
+            except LeaseLostError:
+                self.lost += 1
             self.record.release(key)
-            self.done += 1
             self.slowest_s = max(self.slowest_s, time.monotonic() - began)
             time.sleep(self._pause_s)
 
 
 def run_process(url: str, first: int, clients: int, studies: int, seconds: float, pause_s: float) -> None:
+    sys.setswitchinterval(SWITCH_S)
     begin = threading.Event()
     names = [(number // 2, "ab"[number % 2]) for number in range(first, first + clients)]
     threads = [
@@ -71,8 +89,10 @@ def run_process(url: str, first: int, clients: int, studies: int, seconds: float
     begin.set()
     for thread in threads:
         thread.join()
-    done, refused = sum(thread.done for thread in threads), sum(thread.refused for thread in threads)
-    print(json.dumps([done, refused, max(thread.slowest_s for thread in threads)]), flush=True)
+    if errors := [thread.error for thread in threads if thread.error is not None]:
+        raise errors[0]
+    counts = [sum(getattr(thread, name) for thread in threads) for name in ("done", "refused", "lost")]
+    print(json.dumps([*counts, max(thread.slowest_s for thread in threads)]), flush=True)
 
 
 def main() -> None:
@@ -90,30 +110,35 @@ def main() -> None:
         return
     connections = 2 * given.clients + 50
     with tempfile.TemporaryDirectory() as folder, running_cluster(Path(folder), connections=connections) as cluster:
-        url, share = cluster.make("many"), given.clients // PROCESSES
+        url, share = cluster.make("many"), -(-given.clients // PROCESSES)
         SharedRecord(url, "study0", HEAD).close()
-        command = [sys.executable, "-m", "tests.engines.clients", "--url", url, "--clients", str(share)]
-        command += ["--studies", str(given.studies), "--seconds", str(given.seconds), "--pause", str(given.pause)]
-        processes = [
-            subprocess.Popen(
-                [*command, "--first", str(number * share)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command = [sys.executable, "-m", "tests.engines.clients", "--url", url, "--studies", str(given.studies)]
+        command += ["--seconds", str(given.seconds), "--pause", str(given.pause)]
+        processes = []
+        for first in range(0, given.clients, share):
+            own = ["--first", str(first), "--clients", str(min(share, given.clients - first))]
+            processes.append(
+                subprocess.Popen([*command, *own], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             )
-            for number in range(PROCESSES)
-        ]
         for process in processes:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
         for process in processes:
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        found = [json.loads(process.communicate()[0]) for process in processes]
-        done, refused = sum(one[0] for one in found), sum(one[1] for one in found)
+        began = time.monotonic()
+        outputs = [process.communicate()[0] for process in processes]
+        took_s = time.monotonic() - began
+        if any(process.returncode for process in processes):
+            sys.exit("a client ended with an error, see above")
+        found = [json.loads(output) for output in outputs]
+        done, refused, lost = (sum(one[field] for one in found) for field in range(3))
         check(url, given.studies, done)
         (size,) = cluster.query("many", "SELECT pg_database_size('many')")[0]
         text = (
-            f"{given.clients} clients, {given.studies} study: {done} trials in {given.seconds:.0f} s, "
-            f"{done / given.seconds:.0f} a second, {refused} claims refused; the slowest trial took "
-            f"{max(one[2] for one in found):.2f} s; {size / max(1, done) / 1e3:.1f} kB a trial in the database"
+            f"{given.clients} clients, {given.studies} studies: {done} trials in {took_s:.0f} s, "
+            f"{done / took_s:.0f} a second, {refused} claims refused, {lost} lost; the slowest trial took "
+            f"{max(one[3] for one in found):.2f} s; {size / max(1, done) / 1e3:.1f} kB a trial in the database"
         )
         print(text)
 
