@@ -43,6 +43,8 @@ BEAT_S = 2.0
 """Between two signs of life of an agent."""
 CONNECT_S = 300.0
 """An agent tries so long to reach a planner."""
+CONNECT_ONCE_S = 10.0
+"""One attempt, and the same for both sides to show that they have the token."""
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 """Of a connection: the kernel ends it after 25 s without an answer (tcp(7))."""
 PIECE_BYTES = 8 << 20
@@ -53,6 +55,10 @@ RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 class RefusedError(DeviceError):
     """The other side is not of this search, or of another version."""
+
+
+class _PlannerGoneError(Exception):
+    """The planner's end of the connection is closed. No OSError: a disk that is full here is something else."""
 
 
 # What planner and agent both do.
@@ -66,27 +72,40 @@ def set_keepalive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
-def prove(connection: socket.socket, token: str, *, planner: bool) -> None:
+def prove(connection: socket.socket, token: str, *, planner: bool, within_s: float) -> None:
     """Each side shows that it has the token, without sending it.
+
+    Args:
+        connection: It has no time limit afterwards.
+        token: Of the search.
+        planner: Which side this is.
+        within_s: Seconds for all of it, also if the other side sends byte after byte.
 
     Raises:
         RefusedError: the other side has another one, or speaks something else.
+        OSError: it is gone, or too slow.
     """
-    mine = secrets.token_bytes(32)
+    mine, until = secrets.token_bytes(32), time.monotonic() + within_s
+    connection.settimeout(within_s)
     connection.sendall(mine)
-    theirs = _exactly(connection, 32)
+    theirs = _exactly(connection, 32, until)
     connection.sendall(_answer(token, theirs, planner))
-    if not hmac.compare_digest(_exactly(connection, 32), _answer(token, mine, not planner)):
+    if not hmac.compare_digest(_exactly(connection, 32, until), _answer(token, mine, not planner)):
         raise RefusedError("the other side of the connection has another token", hint="Start it again.")
+    connection.settimeout(None)
 
 
 def _answer(token: str, asked: bytes, planner: bool) -> bytes:
     return hmac.digest(token.encode(), (b"planner" if planner else b"agent") + asked, hashlib.sha256)
 
 
-def _exactly(connection: socket.socket, size_bytes: int) -> bytes:
+def _exactly(connection: socket.socket, size_bytes: int, until: float) -> bytes:
     data = b""
     while len(data) < size_bytes:
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the other side did not show in time that it has the token")
+        connection.settimeout(left_s)
         piece = connection.recv(size_bytes - len(data))
         if not piece:
             raise RefusedError("the connection was closed before it was used")
@@ -166,7 +185,7 @@ class Agent:
         """Runs what the planner asks for until it says goodbye or is gone; returns 1 if it was sent away."""
         try:
             return self._serve()
-        except (EOFError, OSError):
+        except _PlannerGoneError:
             return 0
 
     def _serve(self) -> int:
@@ -195,8 +214,9 @@ class Agent:
             self._send({"kind": "port", "address": address, "port": found.getsockname()[1]})
 
     def _run(self, zygote: Zygote, asked: dict[str, Any]) -> None:
-        folder = Path(tempfile.mkdtemp(prefix=folder_prefix("task")))
+        folder: Path | None = None
         try:
+            folder = Path(tempfile.mkdtemp(prefix=folder_prefix("task")))
             args = tuple(decode(asked.pop("args")))
             place = Placement(**asked.pop("placement"), local_addr=self._connection.getsockname()[0])
             if not asked["target"].startswith("autoplan."):
@@ -207,12 +227,13 @@ class Agent:
             for path in sorted(path for path in folder.iterdir() if path.is_file()):
                 self._send_file(path, place.first_rank)
             self._send({"kind": "ended", "report": report.model_dump(mode="json")})
-        except (EOFError, OSError):
+        except _PlannerGoneError:
             raise
         except Exception as error:
             self._send({"kind": "failed", "text": f"{type(error).__name__}: {error}"})
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _look(self, progress: Progress) -> None:
         """Between two looks at the ranks: what the planner says meanwhile."""
@@ -239,18 +260,24 @@ class Agent:
         while not self._ended.wait(BEAT_S):
             try:
                 self._send({"kind": "beat"})
-            except OSError:
+            except _PlannerGoneError:
                 if self._ended.wait(0.5):
                     return
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(60.0)
 
     def _send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        with self._lock:
-            send_frame(self._connection, header, payload)
+        try:
+            with self._lock:
+                send_frame(self._connection, header, payload)
+        except OSError as error:
+            raise _PlannerGoneError from error
 
     def _read(self, timeout_s: float | None) -> tuple[dict[str, Any], bytes] | None:
-        return self._reader.read(timeout_s)
+        try:
+            return self._reader.read(timeout_s)
+        except (EOFError, OSError) as error:
+            raise _PlannerGoneError from error
 
 
 def connect(address: str, token: str) -> socket.socket:
@@ -261,10 +288,9 @@ def connect(address: str, token: str) -> socket.socket:
         RefusedError: it is not the planner of this token.
     """
     host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=10.0)
+    connection = socket.create_connection((host, int(port)), timeout=CONNECT_ONCE_S)
     try:
-        prove(connection, token, planner=False)
-        connection.settimeout(None)
+        prove(connection, token, planner=False, within_s=CONNECT_ONCE_S)
         set_keepalive(connection)
         return connection
     except BaseException:

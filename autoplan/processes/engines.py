@@ -4,7 +4,7 @@
   the others are agents, and find it through torchrun's own store. torchrun starts lost ones again (--max-restarts).
 - `slurm`: inside an allocation, one `srun` for each other node of it. Outside, as on a login node, `sbatch` of a job
   with an agent on each of its nodes; this machine then runs no rank.
-- `ray`: an actor for each other node of the cluster, with the node's GPUs.
+- `ray`: an actor on each of so many other nodes of the cluster as are wanted, with the node's GPUs.
 
 What an agent needs to know goes in its environment or through the engine, never in a command line.
 """
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autoplan.errors import DeviceError, UsageError
+from autoplan.errors import AutoplanError, DeviceError, UsageError
 from autoplan.processes import agent
 from autoplan.processes.nodes import Engine, Wanted
 
@@ -36,6 +36,11 @@ KEY = "autoplan/planner"
 _STORE_S = 120.0
 QUEUE_LOOK_S = 5.0
 """Between two questions to SLURM about a job."""
+AGAIN_S = 5.0
+"""Between two starts of an agent on one node: one that ends at once would be started again without a pause."""
+PLACE_S = 10.0
+"""How long the first actors may take to start, before those that have started are used."""
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 SHORT_S, MOST_SHORT = 20.0, 3
 """A job that ran for less has done nothing; so many in a row are an error. An agent that cannot start ends at once."""
 WAITING = ("PENDING", "CONFIGURING")
@@ -67,15 +72,23 @@ def own_address(name: str) -> str:
     """The address of this node: ADDRESS_VARIABLE, else what its name resolves to.
 
     Raises:
-        DeviceError: the name resolves to nothing.
+        DeviceError: the name resolves to nothing, or to an address that only this node reaches. Debian's /etc/hosts has
+            127.0.1.1 for the machine's own name.
     """
-    name = os.environ.get(ADDRESS_VARIABLE) or name
+    said = os.environ.get(ADDRESS_VARIABLE)
+    name = said or name
     try:
-        return socket.gethostbyname(name)
+        address = socket.gethostbyname(name)
     except OSError as error:
         raise DeviceError(
             f"this node's name {name} has no IPv4 address: {error}", hint=f"Set {ADDRESS_VARIABLE} to its address."
         ) from error
+    if address.startswith("127.") and not said and name not in ("localhost", address):
+        raise DeviceError(
+            f"this node's name {name} is {address} here, which no other node reaches",
+            hint=f"Set {ADDRESS_VARIABLE} to its address; to 127.0.0.1 where all nodes are on this machine.",
+        )
+    return address
 
 
 def child_environment(planner: str, token: str) -> dict[str, str]:
@@ -169,7 +182,7 @@ class Slurm:
 
     Raises:
         UsageError: this is no node of an allocation.
-        DeviceError: srun or scontrol is not installed.
+        DeviceError: srun or scontrol is not installed, or scontrol does not name the nodes.
     """
 
     name, here = "slurm", True
@@ -183,10 +196,14 @@ class Slurm:
             )
         _need("srun", "scontrol")
         named = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
-        nodes = subprocess.run(named, capture_output=True, text=True, check=True).stdout.split()
+        done = _run_slurm(*named)
+        nodes = done.stdout.split()
+        if done.returncode or not nodes:
+            raise DeviceError(f"scontrol does not name the nodes of the allocation: {_last_line(done.stderr)}")
         self._here = os.environ["SLURMD_NODENAME"]
         self._others = [node for node in nodes if node != self._here]
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._started_at: dict[str, float] = {}
 
     def address(self) -> str:
         """What the name of this node resolves to."""
@@ -195,11 +212,14 @@ class Slurm:
     def ensure(self, wanted: Wanted) -> None:
         """One srun for each other node; one that has ended is started again."""
         for node in self._others:
-            if node in self._running and self._running[node].poll() is None:
+            running = self._running.get(node)
+            if running is not None and (running.poll() is None or _is_early(self._started_at[node])):
                 continue
-            # --overlap: the batch script is itself a step that has the nodes; --mem=0: all of the node's memory
-            one = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={node}", "--export=ALL"]
-            steps = [*one, "--unbuffered", "--quiet", *_COMMAND]
+            # --overlap: the batch script is itself a step that has the nodes; --mem=0: all of the node's memory;
+            # --cpu-bind=none: all of its cores, also where the cluster binds each task to one
+            one = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", "--cpu-bind=none", f"--nodelist={node}"]
+            steps = [*one, "--export=ALL", "--unbuffered", "--quiet", *_COMMAND]
+            self._started_at[node] = time.monotonic()
             self._running[node] = subprocess.Popen(
                 steps, env=child_environment(wanted.planner, wanted.token), stdin=subprocess.DEVNULL, stdout=2
             )
@@ -365,7 +385,7 @@ def _last_line(text: str) -> str:
 
 
 class Ray:
-    """An actor of Ray on each other node of the cluster starts the agent, and has the node's GPUs.
+    """An actor of Ray on another node of the cluster starts the agent there, and has the node's GPUs.
 
     Raises:
         DeviceError: Ray is not installed, or no cluster is found.
@@ -392,33 +412,68 @@ class Ray:
                 ) from error
             self._began = True
         self._actors: dict[str, Any] = {}
+        self._placed: dict[str, Any] = {}
         self._ends: dict[str, Any] = {}
+        self._started_at: dict[str, float] = {}
+        self._had = set[str]()  # nodes with an agent so far: if one is lost, another is taken first
 
     def address(self) -> str:
         """Ray's own for this node."""
         return own_address(self._ray.util.get_node_ip_address())
 
     def ensure(self, wanted: Wanted) -> None:
-        """One actor for each living node but this; one whose agent has ended is started again."""
+        """So many actors as agents are wanted. One whose agent has ended is replaced, by one of another node if any.
+
+        An actor waits while others have the GPUs of its node. So each node is asked for one, and those that are not
+        needed, or have not started when there are enough, are given back.
+        """
+        here = self._ray.get_runtime_context().get_node_id()
+        living = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]} - {here}
+        for node in [node for node in self._actors if node not in living or self._is_done(self._ends.get(node))]:
+            self._give_back(node)
+        if len(self._ends) >= wanted.agents:
+            return
+        first = not self._started_at
+        for node in living - set(self._actors):
+            if node not in self._started_at or not _is_early(self._started_at[node]):
+                self._start_on(node)
+        if first and self._placed:
+            most = min(wanted.agents, len(self._placed))
+            self._ray.wait(list(self._placed.values()), num_returns=most, timeout=PLACE_S)
+        threads = os.environ.get(THREADS_VARIABLE)
+        for node in sorted(set(self._actors) - set(self._ends), key=lambda node: node in self._had):
+            if len(self._ends) < wanted.agents and self._is_done(self._placed[node]):
+                self._had.add(node)
+                self._ends[node] = self._actors[node].serve.remote(wanted.planner, wanted.token, threads)
+        if len(self._ends) >= wanted.agents:
+            for node in set(self._actors) - set(self._ends):
+                self._give_back(node)
+
+    def _start_on(self, node: str) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        here = self._ray.get_runtime_context().get_node_id()
-        living = [node["NodeID"] for node in self._ray.nodes() if node["Alive"] and node["NodeID"] != here]
-        for node in living:
-            if node in self._ends and not self._ray.wait([self._ends[node]], timeout=0)[0]:
-                continue
-            place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            kind = self._ray.remote(num_cpus=1, num_gpus=self._gpus, scheduling_strategy=place)(RayNode)
-            self._actors[node] = kind.remote()
-            self._ends[node] = self._actors[node].serve.remote(wanted.planner, wanted.token)
+        place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        kind = self._ray.remote(num_cpus=1, num_gpus=self._gpus, scheduling_strategy=place)(RayNode)
+        self._started_at[node] = time.monotonic()
+        self._actors[node] = kind.remote()
+        self._placed[node] = self._actors[node].host.remote()
+
+    def _is_done(self, call: Any) -> bool:
+        """Whether a call of an actor has ended, well or not."""
+        return call is not None and bool(self._ray.wait([call], timeout=0)[0])
+
+    def _give_back(self, node: str) -> None:
+        """Ends the actor on a node."""
+        self._ray.kill(self._actors.pop(node))
+        self._placed.pop(node)
+        self._ends.pop(node, None)
 
     def close(self) -> None:
         """Ends the actors, and gives their nodes back."""
         if self._ends:
             self._ray.wait(list(self._ends.values()), num_returns=len(self._ends), timeout=10.0)
-        for actor in self._actors.values():
-            self._ray.kill(actor)
-        self._actors, self._ends = {}, {}
+        for node in list(self._actors):
+            self._give_back(node)
         if self._began:
             self._ray.shutdown()
             self._began = False
@@ -430,14 +485,31 @@ class Ray:
 class RayNode:
     """The actor: it starts the agent as a process of its own, which ends with the planner, and with the actor."""
 
-    def serve(self, planner: str, token: str) -> int:
-        """Runs the agent; returns its exit code."""
-        environment = child_environment(planner, token) | {agent.PARENT_VARIABLE: str(os.getpid())}
-        return subprocess.run(_COMMAND, env=environment, stdin=subprocess.DEVNULL).returncode
+    def serve(self, planner: str, token: str, threads: str | None) -> int:
+        """Runs the agent; returns its exit code.
+
+        Args:
+            planner, token: As `child_environment` takes them.
+            threads: OMP_NUM_THREADS of the planner, if it is set there.
+        """
+        return subprocess.run(
+            _COMMAND, env=ray_environment(planner, token, threads), stdin=subprocess.DEVNULL
+        ).returncode
 
     def host(self) -> str:
         """The node's name."""
         return platform.node()
+
+
+def ray_environment(planner: str, token: str, threads: str | None) -> dict[str, str]:
+    """The environment of an agent that this process, an actor, starts.
+
+    Ray sets OMP_NUM_THREADS to the cores that an actor asked for, 1 here. The ranks there would have one thread each,
+    and those of the planner's node all cores. They get what the planner has.
+    """
+    environment = child_environment(planner, token) | {agent.PARENT_VARIABLE: str(os.getpid())}
+    environment.pop(THREADS_VARIABLE, None)
+    return environment if threads is None else environment | {THREADS_VARIABLE: threads}
 
 
 def is_outside(launcher: str) -> bool:
@@ -490,7 +562,13 @@ def with_engine(launcher: str, gpus_per_node: int, work: Callable[[Engine | None
         return result
     finally:
         if engine is not None:
-            engine.leave(ok=ok)
+            # of a bad end the cause is what the user is to see
+            with contextlib.nullcontext() if ok else contextlib.suppress(AutoplanError):
+                engine.leave(ok=ok)
+
+
+def _is_early(started_at: float) -> bool:
+    return time.monotonic() < started_at + AGAIN_S
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

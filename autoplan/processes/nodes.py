@@ -263,9 +263,7 @@ class Nodes(Zygote):
         assert self._listener is not None
         connection, (address, *_) = self._listener.accept()
         try:
-            connection.settimeout(PROVE_S)
-            prove(connection, self._token, planner=True)
-            connection.settimeout(None)
+            prove(connection, self._token, planner=True, within_s=PROVE_S)
             set_keepalive(connection)
             agent = AgentLink(connection, str(address))
             agent.greet(self._preload)

@@ -33,6 +33,7 @@ def main(name: str, folder: Path, how: str = "") -> None:
         if how == "hang":
             launcher.run(task(target=f"{NAME}:hang_marked", args=(str(folder),)))
         met = launcher.run(task(target=f"{NAME}:meet", args=(given, ())))
+        agents = len(launcher._agents)
         print(met.describe(), *(rank.stderr_tail for rank in met.ranks), file=sys.stderr)
         if how != "fail":
             failed = launcher.run(task(target=f"{NAME}:end", args=("raise", 1)))
@@ -43,6 +44,7 @@ def main(name: str, folder: Path, how: str = "") -> None:
         engine.leave(ok=False)
         raise SystemExit(3)
     said = {
+        "agents": agents,
         "met": [None if one is None else [one["total"], one["place"]] for one in met.results],
         "failed": [failed.ended, failed.failed_rank],
         "lost": [lost.ended for lost in runs.lost],

@@ -125,11 +125,12 @@ def test_the_job_ends_with_its_planner_and_nobody_reads_the_token(slurm: Slurm, 
 
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_ray(tmp_path: Path, nodes: int) -> None:
-    """Of four nodes two are spare; one takes the place of the one that is lost."""
+    """Of four nodes two are nobody's; the agent that is lost is replaced on one of them."""
     try:
         with ray_cluster(nodes) as more:
             run_here([*LAUNCH, "ray", str(tmp_path)], **more)
             check(tmp_path)
+            assert json.loads((tmp_path / "said.json").read_text())["agents"] == 1, "no more nodes than are needed"
     except ImportError as error:
         pytest.fail(f"Ray is not installed here: pip install 'autoplan[ray]' ({error})")
 

@@ -1,4 +1,4 @@
-"""The job that `--launcher slurm` makes outside of an allocation; the programs of SLURM are small scripts here.
+"""What `--launcher slurm` starts, outside of an allocation and in one; the programs of SLURM are small scripts here.
 
 `tests/engines` has the same with a real SLURM.
 """
@@ -35,7 +35,7 @@ exit $(cat {folder}/$(basename "$0").code 2> /dev/null || echo 0)
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the scripts, and with what they were given."""
-    for name in ("sbatch", "squeue", "scancel", "sinfo"):
+    for name in ("sbatch", "squeue", "scancel", "sinfo", "srun", "scontrol"):
         (tmp_path / name).write_text(PROGRAM.format(folder=tmp_path))
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -157,6 +157,34 @@ def test_only_outside_of_an_allocation_a_job_is_made(slurm: Path, monkeypatch: p
         ENGINES["slurm"](0)
     with pytest.raises(UsageError):
         Slurm()
+
+
+def test_in_an_allocation_an_agent_that_ends_at_once_is_started_again_after_a_pause(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    (slurm / "scontrol.code").write_text("1")
+    with pytest.raises(DeviceError, match="does not name the nodes"):
+        ENGINES["slurm"](0)
+    (slurm / "scontrol.code").unlink()
+    (slurm / "scontrol.answer").write_text("n1\nn2\nn3\n")
+    engine = ENGINES["slurm"](0)
+    assert isinstance(engine, Slurm)
+    for count in (2, 4):
+        for _ in range(3):
+            engine.ensure(wanted())
+            for process in engine._running.values():
+                process.wait(10.0)
+        commands = given(slurm, "srun")
+        assert sorted(text for command in commands for text in command if text.startswith("--nodelist")) == sorted(
+            ["--nodelist=n2", "--nodelist=n3"] * (count // 2)
+        )
+        monkeypatch.setattr(engines, "_is_early", lambda started_at: len(given(slurm, "srun")) >= 4)
+    assert all({"--overlap", "--cpu-bind=none", "--mem=0"} <= set(command) for command in commands)
+    assert TOKEN not in (slurm / "said").read_text()
+    engine.close()
 
 
 @pytest.mark.parametrize(
