@@ -281,7 +281,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Runs each configuration once a round in a fresh process, in an order drawn by the round's number.
 
-    On a CPU those of a round share the machine in slices of time, if its memory holds them all.
+    On a CPU those of a round share the machine in slices of time: in groups, if its memory does not hold them all.
 
     Yields a line for each round: the step time of each configuration, None where it did not run, and what disturbed it.
     """
@@ -306,7 +306,7 @@ def measure(
                 for place, config in enumerate(order)
             ]  # fmt: skip
             sliced = device == "cpu" and all(config.world_size == 1 for config in order)
-            trials = runner.run_round(orders).trials if sliced else ()
+            trials = _in_slices(runner, orders) if sliced else []
             runs = [
                 {
                     "config": short(trial.config),
@@ -317,6 +317,33 @@ def measure(
                 for trial in trials or map(runner.run, orders)
             ]
             yield {"round": number, "runs": runs, "load": f"load {os.getloadavg()[0]:.1f}"} | machine()
+
+
+def _in_slices(runner: TrialRunner, orders: Sequence[TrialOrder]) -> list[Trial]:
+    """A round in slices; if it fails, in two groups that share its first run, by which their times are related.
+
+    Empty if two runs alone fail.
+    """
+    trials = runner.run_round(orders).trials
+    if trials or len(orders) <= 2:
+        return list(trials)
+    first, rest = orders[0], orders[1:]
+    half = (len(rest) + 1) // 2
+    one, two = (_in_slices(runner, [first, *group]) for group in (rest[:half], rest[half:]))
+    if not (one and two):
+        return []
+    times = [trials[0].step_time_s for trials in (one, two)]
+    if times[0] is None or times[1] is None:
+        return []
+    return one + [_scaled(trial, times[0].median / times[1].median) for trial in two[1:]]
+
+
+def _scaled(trial: Trial, factor: float) -> Trial:
+    step = trial.step_time_s
+    if step is None:
+        return trial
+    changed = {name: factor * getattr(step, name) for name in ("median", "low", "high")}
+    return trial.model_copy(update={"step_time_s": step.model_copy(update=changed)})
 
 
 def _device_bytes() -> int:
