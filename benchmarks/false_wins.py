@@ -41,7 +41,7 @@ from autoplan.planner.search.run import run_search
 from autoplan.planner.search.selection import collect_runs, has_lasting_load, measured_spread
 from autoplan.planner.search.session import REMEASURE
 from autoplan.planner.space.bounds import parse_bound
-from autoplan.planner.trials.measure import ASSUMED
+from autoplan.planner.trials.measure import SLICED
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
@@ -86,7 +86,7 @@ class Pair:
             config=SIDES["candidate"],
             reference=SIDES["reference"],
             first_round=0,
-            rounds=rounds_needed(ASSUMED, gain),
+            rounds=rounds_needed(SLICED, gain),
             budget_s=1.0,
         )
         number = 0

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from autoplan.planner.records.trials import Claim, ClaimRounds, Interval, Outcome, Trial
 from autoplan.planner.search.selection import CandidateRuns, in_slices, match_rounds
-from autoplan.planner.trials.measure import ASSUMED, Spread, half_width, ratio_interval
+from autoplan.planner.trials.measure import SLICED, Spread, half_width, ratio_interval
 from autoplan.strategies.config import TrainingConfig
 
 LEAST_ROUNDS, MOST_ROUNDS = 2, 10
@@ -147,7 +147,7 @@ def compare(
         disturbed = next((run.disturbed for run in runs if run.disturbed), None)
         rounds = len(candidate.finalist_runs)
     sliced = in_slices(candidate, reference)
-    spread = ASSUMED if sliced else spread
+    spread = SLICED if sliced else spread
     speedup = ratio_interval(
         candidate.step_times, reference.step_times, spread, chosen_from=max(1, chosen_from), sliced=sliced
     )

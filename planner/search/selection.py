@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoplan.planner.records.trials import Interval, Outcome, Trial
-from autoplan.planner.trials.measure import ASSUMED, Spread, core_spread, pool_runs, ratio_interval
+from autoplan.planner.trials.measure import ASSUMED, SLICED, Spread, core_spread, pool_runs, ratio_interval
 from autoplan.strategies.config import TrainingConfig
 
 TIE = 0.02
@@ -204,7 +204,7 @@ def speed_ratio(
     return ratio_interval(
         candidate.step_times,
         reference.step_times,
-        ASSUMED if sliced else spread,
+        SLICED if sliced else spread,
         chosen_from=chosen_from,
         sliced=sliced,
     )

@@ -28,7 +28,7 @@ from autoplan.planner.search.references import hand_setting, plain_configs
 from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, match_rounds, shared_rounds
 from autoplan.planner.search.setup import probe_cost_s, trace_cost_s
 from autoplan.planner.search.trial_cost import first_steps_s, parity_s
-from autoplan.planner.trials.measure import ASSUMED, Spread
+from autoplan.planner.trials.measure import SLICED, Spread
 from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def _round_spread(session: Session, config: TrainingConfig) -> Spread:
     """Between the runs of a round with the plain run; of what has not run yet, as of the plain run beside itself."""
     assert session.baseline is not None
     first = session.first_run(config) or session.baseline
-    return ASSUMED if session.in_slices(first, session.baseline) else session.run_spread
+    return SLICED if session.in_slices(first, session.baseline) else session.run_spread
 
 
 def _check(session: Session, leader: CandidateRuns) -> Option | None:

@@ -50,8 +50,9 @@ FEWEST_SAMPLES = 3
 MEASURING_S = 0.8
 """Measuring lasts so long at least: two stretches that the load monitor can judge (load.SHORTEST_STRETCH_S)."""
 
-SLICED_S = 2.0
-"""Measuring lasts so long at least where runs share the machine in slices: eight slices of each."""
+SLICED_S = 1.0
+"""Measuring lasts so long at least where runs share the machine in slices: twenty slices of each. More would not
+average what differs between processes (measure.SLICED)."""
 
 MOST_MEASURING_S = 20.0
 """Measuring ends after so long, with what there is: a step of a pipeline, which has no parts, may take minutes."""

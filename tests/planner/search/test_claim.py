@@ -35,6 +35,7 @@ from autoplan.planner.trials.measure import (
     ASSUMED,
     CORRELATED_S,
     RUN_SPREAD,
+    SLICED,
     Spread,
     core_spread,
     half_width,
@@ -278,7 +279,7 @@ def test_the_ratio_of_rounds_in_slices_is_the_mean_of_theirs_and_that_of_the_fig
     assert found.claim.claimed and not apart.claim.claimed
     assert found.speedup.median == pytest.approx(1.2)
     assert found.reference.step_time.median / found.candidate.step_time.median == pytest.approx(1.2)
-    assert found.claim.spread == RUN_SPREAD, "what changes the machine is no part of it"
+    assert found.claim.spread == SLICED.sd, "what changes the machine is no part of it"
 
 
 # Optional stopping.
