@@ -32,10 +32,11 @@ from autoplan.planner.trace.model_profile import (
     VariantKey,
     VariantProfile,
 )
-from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading
+from autoplan.probes.profile import Device, HardwareProfile, OperationReading
 from autoplan.record import Reading
 from autoplan.strategies.config import KNOBS, UNPRICED, TrainingConfig
 from autoplan.strategies.knob_text import check_knob
+from tests.recorded import make_hardware
 
 SEQ_LEN, GLOBAL_BATCH = 4096, 1024
 CLUSTER = {"chip": "H100 SXM", "gpus_per_node": 8, "inter_gbits_per_s_per_gpu": 100}
@@ -198,26 +199,7 @@ def machine() -> HardwareProfile:
         kernel_launch_s=reading(1e-6, "s"),
         operations=(*operations, touch),
     )
-    host = Host(
-        cpu_model="test",
-        cores_physical=2,
-        cores_logical=2,
-        cores_usable=2,
-        numa_nodes=1,
-        memory_total_bytes=memory,
-        memory_available_bytes=memory,
-        cgroup_version=None,
-        cgroup_memory_limit_bytes=memory,
-        cgroup_cpu_limit=reading(2, "1"),
-        shared_memory_bytes=memory,
-        load_average=reading(0, "1"),
-        kernel="test",
-        python="3",
-        torch="2",
-        driver=None,
-        cuda=None,
-    )
-    return HardwareProfile(created="now", seconds_spent=0, host=host, devices=(device,))
+    return make_hardware().model_copy(update={"devices": (device,)})
 
 
 def model_of_eight_blocks(width: int = 512) -> ModelProfile:

@@ -1,4 +1,4 @@
-"""Transformers on clusters: formulas against the literature, tables of rows, clusters that cannot be, the command."""
+"""Transformers on clusters: formulas against the literature, rows and clusters that cannot be, layouts, the command."""
 
 from __future__ import annotations
 
@@ -11,10 +11,25 @@ import pytest
 from typer.testing import CliRunner
 
 from autoplan.errors import NoFeasiblePlanError, UsageError, WorkloadError
-from autoplan.planner.cost.analytical.answer import estimate_cluster
+from autoplan.planner.cost.analytical.answer import (
+    estimate_cluster,
+    scaling,
+    show_layout,
+    smallest_cluster,
+    why_others_lose,
+)
 from autoplan.planner.cost.analytical.cluster import find_chip, parse_cluster
 from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
-from autoplan.planner.cost.analytical.rows import OUTPUT, estimate_rows, output_row
+from autoplan.planner.cost.analytical.rows import (
+    INPUT,
+    OUTPUT,
+    estimate_rows,
+    measured_seconds,
+    output_row,
+    parse_row,
+    read_rows,
+    unread_columns,
+)
 from autoplan.planner.cost.analytical.step_time import activation_bytes, node_share
 from autoplan.planner.cost.analytical.transformer import find_transformer
 from autoplan.strategies.config import KNOBS
@@ -193,17 +208,18 @@ def test_a_model_without_a_closed_form_says_so() -> None:
         find_transformer("t5-small")
 
 
-def command(*arguments: str) -> tuple[int, str]:
+def command(*arguments: str) -> tuple[int, str, str]:
+    """The exit code of `autoplan estimate`, and what it printed where; of an error its text."""
     from autoplan.cli.app import build_app
 
     result = CliRunner().invoke(build_app(), ["estimate", *arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
-        return getattr(result.exception, "exit_code", 1), str(result.exception)
-    return result.exit_code, result.stdout
+        return getattr(result.exception, "exit_code", 1), "", str(result.exception)
+    return result.exit_code, result.stdout, result.stderr
 
 
 def test_the_command_prints_one_document() -> None:
-    code, text = command("--model", "llama2-70b", "--cluster", "256x8xH100", "--tokens", "2T", "--json")
+    code, text, _ = command("--model", "llama2-70b", "--cluster", "256x8xH100", "--tokens", "2T", "--json")
     document = json.loads(text)
     assert code == 0 and document["schema_version"] == 1
     assert document["configurations_estimated"] > 1000
@@ -220,7 +236,7 @@ def test_the_command_estimates_a_table_and_calibrates(tmp_path: Path) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    code, _ = command("--rows", str(source), "--out", str(out), "--calibrate", str(source))
+    code, *_ = command("--rows", str(source), "--out", str(out), "--calibrate", str(source))
     assert code == 0
     with out.open(newline="") as file:
         written = list(csv.DictReader(file))
@@ -377,3 +393,128 @@ def test_more_gpus_on_a_node_do_not_help_a_job_that_waits_for_its_input() -> Non
     assert best["bound"] == by_gpus[4]["bound"] == "input" and best["input_tokens_per_s_needed"] > 5000
     assert by_gpus[4]["tokens_per_s"] == pytest.approx(by_gpus[8]["tokens_per_s"]) == pytest.approx(5000)
     assert by_gpus[16]["tokens_per_s"] == pytest.approx(10_000), "a second node has loaders of its own"
+
+
+# Rows as a file has them, and what is said of layouts.
+
+TEXTS = {"model": "llama2-7b", "chip": "A100 SXM 80GB", "num_gpus": "8", "global_batch": "64", "precision": "bf16"}
+
+
+def of_seven_billion(cluster: str = "8xA100", batch: int = 64, **fixed: str) -> Question:
+    return question("llama2-7b", cluster, batch, **fixed)
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"tp": "0.5"}, "tp is 0.5, not a whole number"),
+        ({"tp": "64", "num_gpus": "64"}, "tp=64 does not divide the 32 heads"),
+        ({"tp": "3"}, "does not divide 8 GPUs"),
+        ({"dp_shard": "16"}, "not the 8 GPUs"),
+        ({"num_gpus": "0"}, "above 0"),
+        ({"optimizer": "adamx"}, "adamw_8bit"),
+        ({"precision": "int8"}, "fp32, tf32, bf16"),
+        ({"chip": "T4", "precision": "bf16"}, "It has fp32"),
+        ({"chip": "H1000"}, "Did you mean"),
+        ({"sequence_parallel": "perhaps"}, "true or false"),
+        ({"input_tokens_per_s": "fast"}, "input_tokens_per_s is 'fast', not a number"),
+        ({"layers": "32", "model": ""}, "hidden and heads not given"),
+        ({"layers": "0.5", "hidden": "4096", "heads": "32"}, "layers is 0.5"),
+        ({None: ["8", "9"]}, "more cells than the header"),
+    ],
+)
+def test_a_row_that_cannot_be_says_what_and_what_to_do(more: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_row(TEXTS | more)
+    assert caught.value.hint
+    reason = estimate_rows([TEXTS | more]).reasons[0]
+    assert words in reason and str(caught.value.hint) in reason
+
+
+def test_degrees_that_are_not_given_are_worked_out() -> None:
+    found = parse_row(TEXTS | {"tp": "2", "dp_replicate": "2", "sharding": "zero3"})
+    config = found.layout.config
+    assert (config.dp_replicate, config.dp_shard, found.columns["gpus_per_node"]) == (2, 2, 8)
+    found = parse_row({"model": "gpt2", "chip": "L4", "dp_shard": "2"})
+    assert (found.layout.config.dp_shard, found.layout.config.micro_batch, found.layout.global_batch) == (2, 1, 2)
+
+
+def test_columns_that_nobody_reads_are_named() -> None:
+    assert unread_columns(["id", "microbatch", "lab"], INPUT) == ["microbatch (did you mean micro_batch?)", "lab"]
+
+
+def test_a_table_without_a_header_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.csv"
+    path.write_text("")
+    with pytest.raises(UsageError, match="empty"):
+        read_rows(path)
+    with pytest.raises(UsageError, match="row 2: step_time_s"):
+        measured_seconds([TEXTS, TEXTS | {"step_time_s": "OOM"}])
+
+
+def test_a_layout_says_how_often_its_gradients_are_reduced() -> None:
+    asked = of_seven_billion(tp="1", pp="1", checkpointing="full")
+    answer = search_layouts(asked)
+    shown = [show_layout(asked, answer, i) for i in range(len(answer.layouts))]
+    every = [entry for entry in shown if entry["layout"]["gradient_sync"] == "every"]
+    assert every and all(entry["accumulation"] > 1 and entry["layout"]["dp_shard"] > 1 for entry in every)
+    assert {entry["layout"]["gradient_sync"] for entry in shown if entry["layout"]["dp_shard"] == 1} == {"last"}
+
+
+def test_virtual_stages_need_a_pipeline_and_whole_blocks() -> None:
+    layouts = search_layouts(of_seven_billion(virtual_stages="2")).layouts
+    assert len(layouts) and set(layouts.virtual_stages) == {2}
+    assert (layouts.pp > 1).all() and ((layouts.layers / layouts.pp) % 2 == 0).all()
+
+
+def test_scaling_counts_the_gpus_that_it_prices() -> None:
+    """An eighth of three nodes is three GPUs of one node; a half is one node and a half, so two."""
+    counts = [entry["num_gpus"] for entry in scaling(of_seven_billion("3x8xA100", batch=96))]
+    assert counts == [3, 6, 16, 24, 48, 96]
+
+
+def test_what_does_not_fit_on_one_node_says_how_many_would_do() -> None:
+    smallest = smallest_cluster(of_seven_billion("1xRTX 4090", batch=64))
+    assert smallest is None, "a GeForce has no usual link to other nodes"
+    smallest = smallest_cluster(of_seven_billion("2xA100 40GB", batch=64))
+    assert smallest is not None and smallest["num_gpus"] in (2, 4)
+
+
+def test_families_that_are_too_close_are_not_said_to_be_too_large() -> None:
+    """Seven billion parameters on two A100s: at 16 bytes over two GPUs it nearly fits, at more it does not."""
+    told = [entry["why"] for entry in why_others_lose(search_layouts(of_seven_billion("2xA100", tp="1", pp="1")))]
+    large = [why for why in told if "of 80.0 GiB" in why]
+    assert {why.split(":")[0] for why in large} == {"too close to call", "does not fit"}
+    for why in large:
+        assert why.startswith("does not fit") == (float(why.split("at least ")[1].split(" of ")[0]) > 88)
+
+
+def test_the_screen_has_all_that_was_asked_for(tmp_path: Path) -> None:
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("A100: 2 USD/h")
+    code, text, _ = command(
+        "--model", "llama2-7b", "--cluster", "8xA100", "--tokens", "1B", "--prices", str(prices),
+        "--global-batch", "256", "--input-tokens-per-s", "5000", "--fix", "precision=bf16",
+    )  # fmt: skip
+    assert code == 0
+    for words in (
+        "MFU", "HFU", "days", "USD", "fewest GPUs", "how it scales", "why the others lose", "gradient_sync=every",
+        "input binds", "5,000 tokens/s from the loaders", "fixed: precision=bf16", "optimizer=adamw", "4 GPUs:",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_the_table_is_told_from_the_cluster_and_columns_not_read_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    rows = [TEXTS | {"microbatch": "2", "input_tokens_per_s": "1000"}, TEXTS | {"chip": "none [of] these"}]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*TEXTS, "microbatch", "input_tokens_per_s"])
+        writer.writeheader()
+        writer.writerows(rows)
+    code, text, told = command("--rows", str(path))
+    assert code == 0 and "microbatch (did you mean micro_batch?)" in told and "none [of] these" in told
+    assert [row["bound"] for row in csv.DictReader(text.splitlines())] == ["input", ""]
+    code, text, _ = command("--rows", str(path), "--json")
+    assert code == 0 and json.loads(text)["unread"] == ["microbatch (did you mean micro_batch?)"]
+    assert command("--rows", str(path), "--model", "gpt2")[0] == 2
+    assert command("--model", "gpt2", "--cluster", "8xA100", "--out", str(path))[0] == 2
