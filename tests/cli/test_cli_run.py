@@ -91,10 +91,17 @@ def read(process: subprocess.Popen[str], lines: int) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def command(cli: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`autoplan run` in this process, for what ends before any rank starts."""
+    """`autoplan run` in this process; where it would become the only rank, that is a child of it."""
+
+    def execve(path: str, words: list[str], environment: dict[str, str]) -> None:
+        cli_run._end(subprocess.run(words, env=environment, timeout=120).returncode)
+
+    monkeypatch.setattr(os, "execve", execve)
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     monkeypatch.setenv("AUTOPLAN_PLAN_ASKED", "")  # the command sets it
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(ends, "said", [])
     return lambda *arguments: cli("run", *arguments)
 
@@ -125,10 +132,11 @@ def test_a_script_takes_an_unverified_plan_where_the_command_did(folder: Path, c
     )
     code, said, err = command("best.json", "asks.py")
     assert code == 2 and not said and "unverified: the search was interrupted" in err
-    assert run(folder, "--unverified-ok", "best.json", "asks.py")[:2] == (0, [{"ok": True}])
+    code, said, _ = command("--unverified-ok", "best.json", "asks.py")
+    assert code == 0 and json.loads(said) == {"ok": True}
 
 
-def test_the_allocator_of_the_environment_keeps_what_is_freed(folder: Path) -> None:
+def test_the_allocator_of_the_environment_keeps_what_is_freed(folder: Path, command: Any) -> None:
     (folder / "train.py").write_text(
         "import os\n"
         "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
@@ -136,9 +144,9 @@ def test_the_allocator_of_the_environment_keeps_what_is_freed(folder: Path) -> N
         "before = resident(); del block\n"
         "print('{\"kept\": %d}' % (before - resident() < 50 << 20))\n"
     )
-    assert run(folder, "one.json", "train.py")[1] == [{"kept": 1}]
+    assert json.loads(command("one.json", "train.py").out) == {"kept": 1}
     make_plan(ONE.model_copy(update={"allocator": "own"})).save(folder / "own.json")
-    assert run(folder, "own.json", "train.py")[1] == [{"kept": 0}]
+    assert json.loads(command("own.json", "train.py").out) == {"kept": 0}
 
 
 def test_two_ranks_are_started_and_the_first_exit_code_is_the_answer(folder: Path) -> None:
@@ -251,23 +259,26 @@ def test_a_rank_of_another_world_is_refused(command: Any, monkeypatch: pytest.Mo
     assert code == 2 and "2 rank(s)" in err and "of 3" in err
 
 
-def test_an_edited_plan_is_refused_and_its_file_of_code_is_not_needed(folder: Path, command: Any) -> None:
+def test_an_edited_plan_is_refused_and_its_file_of_code_is_not_needed(
+    folder: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     document = json.loads((folder / "one.json").read_text())
     document["workload"] |= {"kind": "function", "reference": "/nowhere/train.py:workload"}
     (folder / "elsewhere.json").write_text(json.dumps(document))
     code, _, err = command("elsewhere.json", "train.py")
     assert code == 2 and "edited" in err
-    rank = {"RANK": "0", "WORLD_SIZE": "1"}  # the only rank of a torchrun starts too
-    assert run(folder, "elsewhere.json", "train.py", "--changed-ok", **rank)[0] == 0
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")  # the only rank of a torchrun starts too
+    assert command("elsewhere.json", "train.py", "--changed-ok").code == 0
 
 
-def test_a_plan_sets_no_variable_that_is_code(folder: Path) -> None:
+def test_a_plan_sets_no_variable_that_is_code(folder: Path, command: Any) -> None:
     document = json.loads((folder / "one.json").read_text())
     document["environment"]["variables"] = {"LD_PRELOAD": "/tmp/evil.so", "PYTORCH_ALLOC_CONF": "a\\nb:/tmp/x"}
     document["seal"] = {}
     (folder / "evil.json").write_text(json.dumps(document))
-    code, facts, err = run(folder, "evil.json", "train.py")
-    assert code == 0 and "LD_PRELOAD" not in facts[0]["env"] and "LD_PRELOAD=/tmp/evil.so" in err
+    code, out, err = command("evil.json", "train.py")
+    assert code == 0 and "LD_PRELOAD" not in json.loads(out)["env"] and "LD_PRELOAD=/tmp/evil.so" in err
 
 
 UNASKED = "note: train.py never asked for the plan"
@@ -290,10 +301,14 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize(("plan", "text", "unasked"), some(SCRIPTS, [SCRIPTS[number] for number in (0, 4, 7, 9)]))
-def test_a_script_that_never_asks_for_the_plan_is_told_so(folder: Path, plan: str, text: str, unasked: bool) -> None:
+def test_a_script_that_never_asks_for_the_plan_is_told_so(
+    folder: Path, command: Any, plan: str, text: str, unasked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "train.py").write_text(text)
     (folder / "tmp").mkdir()
-    _, _, err = run(folder, plan, "train.py", TMPDIR=str(folder / "tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", str(folder / "tmp"))
+    err = command(plan, "train.py").err
     assert err.count(UNASKED) == unasked
     assert not unasked or "plan = autoplan.current_plan()" in err
     assert not list((folder / "tmp").glob("autoplan-*"))
@@ -320,21 +335,20 @@ if __name__ == "__main__":
 """
 
 
-def test_the_script_runs_as_python_runs_it(folder: Path) -> None:
+def test_the_script_runs_as_python_runs_it(folder: Path, command: Any) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "own.py").write_text(AS_PYTHON)
     (folder / "sub" / "beside.py").write_text("NAME = 'beside'")
     (folder / "link.py").symlink_to(folder / "sub" / "own.py")
-    command = [sys.executable, "link.py", "--lr", "1"]
-    wanted = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    code, facts, err = run(folder, "one.json", "link.py", "--", "--lr", "1")
-    assert code == 0 and facts == [json.loads(wanted.stdout)], err
+    words = [sys.executable, "link.py", "--lr", "1"]
+    wanted = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
+    code, out, err = command("one.json", "link.py", "--", "--lr", "1")
+    assert code == 0 and json.loads(out) == json.loads(wanted.stdout), err
 
 
 def test_more_threads_than_cores_are_said(folder: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
     monkeypatch.setattr(cli_run, "start", lambda *given: 0)  # before the ranks: nothing of them is needed
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     make_plan(TrainingConfig(micro_batch=4, threads=cores + 1)).save(folder / "many.json")
     make_plan(TrainingConfig(micro_batch=4, threads=cores, dp_replicate=2)).save(folder / "ranks.json")
     code, _, err = command("many.json", "train.py")
