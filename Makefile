@@ -70,16 +70,19 @@ test-timing: $(VENV)/.installed-test
 test-plans: $(VENV)/.installed-test
 	$(PYTEST) -s tests/planner/records/test_plan_fuzz.py
 
-# Not in `make test`: it needs programs (as root: apt-get install postgresql slurm-wlm), which it starts itself. With
-# CANDIDATES=40 also the same search on each engine, as a table.
+# Not in `make test`: it installs PostgreSQL and SLURM if they are missing (as root by apt-get), and starts them itself.
+# With CANDIDATES=40 also the same search on each engine, as a table. Each part runs, also after one that failed.
+ENGINE_PARTS := "pytest --durations=10 tests/engines" \
+  "tests.engines.soak --kills $(or $(KILLS),100)" "tests.engines.soak_nodes --kills $(or $(KILLS),100)" \
+  $(if $(CANDIDATES),"tests.engines.same_study --candidates $(CANDIDATES)") \
+  "tests.engines.clients --clients $(or $(CLIENTS),1000) --studies 20 --pause 10 --seconds 30"
 .PHONY: test-engines
 test-engines: $(VENV)/.installed-test
 	$(PIP) -e '.[postgres,ray]'
-	$(PYTEST) --durations=10 tests/engines
-	$(TEST_ENV) $(BIN)/python -m tests.engines.soak --kills $(or $(KILLS),100)
-	$(TEST_ENV) $(BIN)/python -m tests.engines.soak_nodes --kills $(or $(KILLS),100)
-	$(if $(CANDIDATES),$(TEST_ENV) $(BIN)/python -m tests.engines.same_study --candidates $(CANDIDATES))
-	$(TEST_ENV) $(BIN)/python -m tests.engines.clients --clients $(or $(CLIENTS),1000)
+	$(BIN)/python -m tests.engines.install
+	failed=0; for part in $(ENGINE_PARTS); do \
+	  echo "$$part"; $(TEST_ENV) $(BIN)/python -m $$part || { failed=1; echo "FAILED: $$part"; }; \
+	done; exit $$failed
 
 # Not in `make test`: it needs Chromium, and the accepted pictures are of one machine's fonts.
 .PHONY: test-screenshots

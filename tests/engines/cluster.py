@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -22,6 +23,18 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def find_postgresql() -> Path | None:
+    """The folder of the server's programs: of Debian's newest package, on the PATH, or in the wheel pgserver."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
+    if named := str(found[-1]) if found else shutil.which("initdb"):
+        return Path(named).resolve().parent
+    wheel = importlib.util.find_spec("pgserver")
+    if wheel is None or wheel.origin is None:
+        return None
+    programs = Path(wheel.origin).parent / "pginstall" / "bin"
+    return programs if (programs / "initdb").exists() else None
+
+
 class Cluster:
     """A server that is started, stopped and killed at will; as root it runs as the user postgres or nobody.
 
@@ -36,11 +49,10 @@ class Cluster:
 
     def __init__(self, folder: Path, *, connections: int = 200, disk_mb: int | None = None) -> None:
         self.folder, self.port = folder / "pg", free_port()
-        found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
-        initdb = str(found[-1]) if found else shutil.which("initdb")
-        if initdb is None:
-            raise RuntimeError("PostgreSQL is not installed here: apt-get install postgresql")
-        self.bin = Path(initdb).resolve().parent
+        programs = find_postgresql()
+        if programs is None:
+            raise RuntimeError("PostgreSQL is not installed here: apt-get install postgresql, or pip install pgserver")
+        self.bin = programs
         self.user: dict[str, Any] = {}
         self.folder.mkdir()
         self.disk_mb = disk_mb
@@ -120,9 +132,14 @@ class Cluster:
             return cursor.fetchall() if cursor.description is not None else []
 
     def terminate(self) -> int:
-        """Ends the connections of all planners; returns how many there were."""
+        """Ends the connections of all planners; returns how many there were: none while the server is away."""
+        import psycopg
+
         text = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'autoplan'"
-        return len(self.query("postgres", text))
+        try:
+            return len(self.query("postgres", text))
+        except psycopg.OperationalError:
+            return 0
 
     def _run(self, name: str, *arguments: Any) -> None:
         command = [str(self.bin / name), *map(str, arguments)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class Speaker(Observer):
         say(note=text)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("folder", type=Path)
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sampler", default="autoplan")
     parser.add_argument("--hours", type=float, help="--max-device-hours, of drawn time")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     database.LEASE_S, database.BEAT_S = given.lease, given.lease / 9
     patch = pytest.MonkeyPatch()
     share_plan = Store.share_plan

@@ -16,19 +16,26 @@ from tests.engines.cluster import free_port
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo", "squeue", "scancel")
 
 
+def missing_programs() -> list[str]:
+    """Those of SLURM and munge that are not installed."""
+    return [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+
+
+def _path() -> str:
+    return os.environ["PATH"] + ":/usr/sbin:/sbin"
+
+
 class Slurm:
     """Raises RuntimeError, with the reason, where SLURM is not installed or does not start; it needs root."""
 
     def __init__(self, folder: Path) -> None:
-        path = os.environ["PATH"] + ":/usr/sbin:/sbin"
-        missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
-        if missing:
+        if missing := missing_programs():
             raise RuntimeError(f"{missing[0]} is not installed here: apt-get install slurm-wlm")
         if os.geteuid() != 0:
             raise RuntimeError("slurmd and munged are started as root")
         self.folder, self.running = folder, list[subprocess.Popen[bytes]]()
         folder.chmod(0o755)
-        self.environment = {**os.environ, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
+        self.environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
         (folder / "key").write_bytes(os.urandom(1024))
         (folder / "key").chmod(0o400)
         cpus, host, ports = os.cpu_count() or 1, platform.node(), [free_port() for _ in range(3)]
