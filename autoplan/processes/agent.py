@@ -49,6 +49,8 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KE
 """Of a connection: the kernel ends it after 25 s without an answer (tcp(7))."""
 PIECE_BYTES = 8 << 20
 """Of a file that goes back to the planner."""
+SENT_AWAY = 3
+"""The exit code of an agent whose node the planner cannot use."""
 OF_LAUNCHERS = ("SLURM_", "PMI", "TORCHELASTIC_", "GROUP_", "ROLE_")
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -182,7 +184,7 @@ class Agent:
         self._ended = threading.Event()
 
     def serve(self) -> int:
-        """Runs what the planner asks for until it says goodbye or is gone; returns 1 if it was sent away."""
+        """Runs what the planner asks for until it says goodbye or is gone; returns SENT_AWAY if that was a refusal."""
         try:
             return self._serve()
         except _PlannerGoneError:
@@ -199,7 +201,7 @@ class Agent:
                     if header["kind"] == "bye":
                         if header.get("why"):
                             print(f"autoplan: the planner cannot use this node: {header['why']}", file=sys.stderr)
-                        return int(bool(header.get("why")))
+                        return SENT_AWAY if header.get("why") else 0
                     if header["kind"] == "port":
                         self._say_port()
                     if header["kind"] == "run":

@@ -105,7 +105,7 @@ class Elastic:
         UsageError: this process was not started by torchrun.
     """
 
-    name, here = "elastic", True
+    name, here, others = "elastic", True, False
 
     def __init__(self, gpus_per_node: int = 0) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -185,7 +185,7 @@ class Slurm:
         DeviceError: srun or scontrol is not installed, or scontrol does not name the nodes.
     """
 
-    name, here = "slurm", True
+    name, here, others = "slurm", True, False
 
     def __init__(self, gpus_per_node: int = 0) -> None:
         if "SLURM_JOB_NODELIST" not in os.environ or "SLURMD_NODENAME" not in os.environ:
@@ -245,7 +245,7 @@ class SlurmJob:
         DeviceError: a program of SLURM is not installed.
     """
 
-    name, here = "slurm", False
+    name, here, others = "slurm", False, False
 
     def __init__(self, gpus_per_node: int = 0) -> None:
         _need("sbatch", "squeue", "scancel", "sinfo")
@@ -391,7 +391,7 @@ class Ray:
         DeviceError: Ray is not installed, or no cluster is found.
     """
 
-    name, here = "ray", True
+    name, here, others = "ray", True, True
 
     def __init__(self, gpus_per_node: int = 0) -> None:
         try:
@@ -416,6 +416,7 @@ class Ray:
         self._ends: dict[str, Any] = {}
         self._started_at: dict[str, float] = {}
         self._had = set[str]()  # nodes with an agent so far: if one is lost, another is taken first
+        self._useless = set[str]()  # nodes whose agent was sent away
 
     def address(self) -> str:
         """Ray's own for this node."""
@@ -426,15 +427,26 @@ class Ray:
 
         An actor waits while others have the GPUs of its node. So each node is asked for one, and those that are not
         needed, or have not started when there are enough, are given back.
+
+        Raises:
+            DeviceError: agents were sent away, and there are too few other nodes.
         """
         here = self._ray.get_runtime_context().get_node_id()
         living = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]} - {here}
         for node in [node for node in self._actors if node not in living or self._is_done(self._ends.get(node))]:
+            if self._was_sent_away(self._ends.get(node)):
+                self._useless.add(node)
             self._give_back(node)
         if len(self._ends) >= wanted.agents:
             return
+        if self._useless and len(living - self._useless) < wanted.agents:
+            usable = len(living - self._useless)
+            raise DeviceError(
+                f"{usable} other node(s) of Ray's cluster can be used, and {wanted.agents} are needed",
+                hint="Each node needs the same hardware and the same versions.",
+            )
         first = not self._started_at
-        for node in living - set(self._actors):
+        for node in living - set(self._actors) - self._useless:
             if node not in self._started_at or not _is_early(self._started_at[node]):
                 self._start_on(node)
         if first and self._placed:
@@ -461,6 +473,15 @@ class Ray:
     def _is_done(self, call: Any) -> bool:
         """Whether a call of an actor has ended, well or not."""
         return call is not None and bool(self._ray.wait([call], timeout=0)[0])
+
+    def _was_sent_away(self, call: Any) -> bool:
+        """Whether the agent of a call has ended so."""
+        if not self._is_done(call):
+            return False
+        try:
+            return bool(self._ray.get(call) == agent.SENT_AWAY)
+        except self._ray.exceptions.RayError:  # the actor, or its node, has ended
+            return False
 
     def _give_back(self, node: str) -> None:
         """Ends the actor on a node."""

@@ -96,6 +96,8 @@ class Engine(Protocol):
     name: str
     here: bool
     """Whether this machine is the first node. If not, it runs no rank: all nodes have agents."""
+    others: bool
+    """Whether it takes another node in place of one whose agent was sent away, and has an error where there is none."""
 
     def address(self) -> str:
         """The IPv4 address of this node that the others reach."""
@@ -244,7 +246,7 @@ class Nodes(Zygote):
             self._take_in()
             if len(self._agents) >= wanted or time.monotonic() > give_up_at:
                 return self._agents[:wanted]
-            if self._refused:
+            if self._refused and not self._engine.others:
                 raise DeviceError(self._refused[-1], hint="Each node needs the same hardware and the same versions.")
             asked_at = time.monotonic()
             self._ensure()
@@ -286,6 +288,8 @@ class Nodes(Zygote):
                 continue
             if not agent.lost:
                 self._refused.append(f"the node {agent} cannot be used: {why}")
+                if self._engine.others:
+                    self._note(self._refused[-1])
             agent.say({"kind": "bye", "why": why})
             agent.close()
 

@@ -109,7 +109,7 @@ class Begun:
     here = False
 
     def __init__(self, engine: Engine, launcher: Nodes) -> None:
-        self.name, self.launcher = engine.name, launcher
+        self.name, self.others, self.launcher = engine.name, engine.others, launcher
         self.address, self.ensure = engine.address, engine.ensure
         self.close, self.leave = engine.close, engine.leave
 

@@ -2,7 +2,7 @@
 
     python -m tests.engines.install
 
-As root both come from Debian's packages. Without root PostgreSQL comes from a wheel, and SLURM cannot be had. What could
+As root both come from Debian's packages. Without root PostgreSQL comes from a wheel, and there is no SLURM. What could
 not be installed is said here, and the tests that need it fail with their reason: the exit status is 0 all the same.
 """
 

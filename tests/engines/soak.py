@@ -42,7 +42,8 @@ def main() -> None:
             arguments = ("--lease", "1.5", "--run", "0.15", "--seed", str(studies))
 
             def start(number: int, url: str = cluster.url(name, proxy.port), name: str = name) -> Planner:
-                return Planner(url, folder / name / f"{number}-{time.monotonic_ns()}", *arguments, forked=True)  # noqa: B023
+                own = folder / name / f"{number}-{time.monotonic_ns()}"
+                return Planner(url, own, *arguments, forked=True)  # noqa: B023
 
             planners, seen = [start(0), start(1)], []
             while all(planner.process.poll() is None for planner in planners):

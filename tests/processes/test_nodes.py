@@ -17,7 +17,7 @@ import pytest
 
 from autoplan.errors import DeviceError, UsageError
 from autoplan.processes import Cause, Ended, ProcessReport, StopTask, Task, cause_of, run_again
-from autoplan.processes.agent import RefusedError, connect, decode, encode
+from autoplan.processes.agent import SENT_AWAY, RefusedError, connect, decode, encode
 from autoplan.processes.engines import child_environment
 from autoplan.processes.nodes import Nodes, Wanted
 from autoplan.processes.task import Progress
@@ -31,7 +31,7 @@ GIVEN = Progress(seconds=1.0, phase="given", phase_seconds=0.5, facts=(), memory
 class Here:
     """Starts the agents as processes of this machine."""
 
-    name, here = "here", True
+    name, here, others = "here", True, False
 
     def __init__(self) -> None:
         self.running: list[subprocess.Popen[bytes]] = []
@@ -173,13 +173,33 @@ def test_strangers_are_sent_away(nodes: Nodes, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_node_of_another_kind_is_refused(tmp_path: Path) -> None:
     engine = Here()
-    engine.ends_with = 1
+    engine.ends_with = SENT_AWAY
     launcher = Nodes(
         engine, nodes=2, ranks_per_node=1, preload=("tests.processes.node_targets",),
         describe="autoplan.planner.search.nodes:describe_node", check=lambda its: f"its torch is {its['torch']}",
     )  # fmt: skip
     with launcher, pytest.raises(DeviceError, match=r"its torch is \d"):
         launcher.run(Task(target=f"{NAME}:meet", args=(GIVEN, ()), ranks=2, directory=tmp_path))
+
+
+@pytest.mark.exhaustive
+def test_another_node_is_taken_where_the_engine_has_one(tmp_path: Path) -> None:
+    engine, notes, seen = Here(), list[str](), list[Any]()
+    engine.others = True
+
+    def check(its: Any) -> str | None:
+        seen.append(its)
+        return "it is slow" if len(seen) == 1 else None
+
+    launcher = Nodes(
+        engine, nodes=2, ranks_per_node=1, preload=("tests.processes.node_targets",), on_note=notes.append,
+        describe="autoplan.planner.search.nodes:describe_node", check=check,
+    )  # fmt: skip
+    with launcher:
+        report = launcher.run(Task(target=f"{NAME}:add", args=(3,), ranks=2, directory=tmp_path))
+        assert report.results == ([3, 33], [3, 33])
+    assert len(seen) == 2
+    assert any("cannot be used: it is slow" in note for note in notes), notes
 
 
 @pytest.mark.exhaustive
