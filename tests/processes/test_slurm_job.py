@@ -100,7 +100,11 @@ def test_ctrl_c_in_the_queue_cancels_the_job(slurm: Path, monkeypatch: pytest.Mo
     (slurm / "squeue.answer").write_text("PENDING Priority\n")
     monkeypatch.setenv("AUTOPLAN_ADDRESS", "127.0.0.1")
 
+    sleep = time.sleep
+
     def interrupt(seconds: float) -> None:
+        """Once: where the machine is busy, a wait for a program sleeps too."""
+        monkeypatch.setattr(engines.time, "sleep", sleep)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engines.time, "sleep", interrupt)
