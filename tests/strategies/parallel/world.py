@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.techniques.mesh import gather_full, named_parameters
+from autoplan.strategies.workloads.language_model import CausalHead, causal_loss, count_labels
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, Workload
 
 SEQUENCE = 16
@@ -36,35 +38,6 @@ LLAMA_PLAN = {
 """A tensor-parallel plan of a user's own."""
 
 
-class CausalHead:
-    """How the tiny language models split into hidden states and output head."""
-
-    def hidden(self, model: Any, batch: Any) -> torch.Tensor:
-        return model.base_model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
-
-    def linear(self, model: Any) -> nn.Module:
-        return model.get_output_embeddings()
-
-    def targets(self, batch: Any) -> torch.Tensor:
-        return shifted(batch["labels"])
-
-
-def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Labels moved by one position; the last counts for nothing."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-
-
-def causal_loss(model: nn.Module, batch: Any) -> LossSum:
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
-    targets = shifted(batch["labels"])
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-    return LossSum(total, (targets != IGNORE_INDEX).sum())
-
-
-def causal_count(batch: Any) -> int:
-    return int((shifted(batch["labels"]) != IGNORE_INDEX).sum())
-
-
 def token_batch(num_samples: int, index: int) -> dict[str, torch.Tensor]:
     """Tokens that follow each other by a rule, with labels cut at a length that differs by sample."""
     generator = torch.Generator().manual_seed(index)
@@ -76,21 +49,30 @@ def token_batch(num_samples: int, index: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def build_gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def build(kind: str, head: str, **sizes: Any) -> nn.Module:
+    """A model of transformers with random weights."""
+    import transformers
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=SEQUENCE,
-            n_embd=32,
-            n_layer=4,
-            n_head=4,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-        )
-    )
+    return getattr(transformers, kind + head)(getattr(transformers, f"{kind}Config")(**sizes))
+
+
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": SEQUENCE, "n_embd": 32, "n_layer": 4, "n_head": 4, **NO_DROPOUT}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+DECODER = SIZES | {"vocab_size": VOCABULARY, "intermediate_size": 48, "max_position_embeddings": SEQUENCE}
+GROUPED = DECODER | {"num_key_value_heads": 2}
+TIED = {"head_dim": 8, "tie_word_embeddings": True}
+IMAGE = SIZES | {"intermediate_size": 64, "image_size": 16, "patch_size": 8, "num_labels": 5}
+build_gpt2 = functools.partial(build, "GPT2", "LMHeadModel", **GPT2)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": build_gpt2,
+    "llama": functools.partial(build, "Llama", "ForCausalLM", **GROUPED),
+    "qwen3": functools.partial(build, "Qwen3", "ForCausalLM", **GROUPED, **TIED),
+    # its forward asks the patch embedding for the type of its weights
+    "vit": functools.partial(
+        build, "ViT", "ForImageClassification", **IMAGE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    ),
+}
 
 
 def build_frozen_gpt2() -> nn.Module:
@@ -99,62 +81,6 @@ def build_frozen_gpt2() -> nn.Module:
     for module in (model.transformer.wte, model.transformer.wpe, model.transformer.h[0]):
         module.requires_grad_(False)
     return model
-
-
-def build_llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=SEQUENCE,
-        )
-    )
-
-
-def build_qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=SEQUENCE,
-            tie_word_embeddings=True,
-        )
-    )
-
-
-def build_vit() -> nn.Module:
-    """Its forward asks the patch embedding for the type of its weights."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    torch.manual_seed(0)
-    config = ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=16,
-        patch_size=8,
-        num_labels=5,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return ViTForImageClassification(config)
-
-
-MODELS = {"gpt2": build_gpt2, "llama": build_llama, "qwen3": build_qwen3, "vit": build_vit}
 
 
 def image_batch(num_samples: int, index: int) -> dict[str, torch.Tensor]:
@@ -194,7 +120,7 @@ def make_workload(model: str, **options: Any) -> Workload:
         "global_batch": GLOBAL_BATCH,
         "sequence_length": SEQUENCE,
         "max_grad_norm": 0.5,
-        "count": causal_count,
+        "count": functools.partial(count_labels, shifted=True),
         "head": CausalHead(),
         "seed": 3,
     }
