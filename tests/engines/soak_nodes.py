@@ -106,7 +106,12 @@ class Under:
 
 def actors() -> list[psutil.Process]:
     """Ray's name for the process of an actor is its method; it takes the place of its command line."""
-    return [one for one in psutil.Process().children(recursive=True) if one.name().startswith("ray::RayNode")]
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if one.name().startswith("ray::RayNode"):
+                found.append(one)
+    return found
 
 
 def kind_of(process: psutil.Process) -> str | None:
