@@ -368,6 +368,7 @@ def _make_request(task: Task, directory: Path, requested_at: float) -> Request:
         memory_limit_bytes=task.memory_limit_bytes,
         env=dict(task.env),
         independent=task.independent,
+        all_or_none=task.all_or_none,
         placement=task.placement,
         requested_at=requested_at,
         cwd=os.getcwd(),

@@ -42,7 +42,8 @@ class RankContext:
         self._interface = None if placement is None else linux.interface_of(placement.local_addr)
         self._number = local_rank
         self._listen_fd = listen_fd
-        self._requested_at = requested_at
+        self.requested_at = requested_at
+        """CLOCK_MONOTONIC when the planner asked for it: no other run of the task has the same."""
         self._store: Store | None = None
         self._reported = False
         self._started_at: float | None = None
@@ -52,7 +53,7 @@ class RankContext:
     @property
     def seconds_since_request(self) -> float:
         """Seconds since the planner called `Zygote.run` (CLOCK_MONOTONIC is one clock for all processes)."""
-        return time.monotonic() - self._requested_at
+        return time.monotonic() - self.requested_at
 
     @property
     def reported(self) -> bool:

@@ -249,7 +249,7 @@ class Supervisor:
 
     def _failure(self) -> Verdict | None:
         failed = [state for state in self._ranks if state.failed]
-        if not failed or self._request.independent:
+        if not failed or (self._request.independent and not self._request.all_or_none):
             return None
         return Verdict(ended=Ended.RANK_FAILED, failed_rank=min(failed, key=self._failed_at).rank)
 

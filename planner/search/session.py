@@ -406,18 +406,30 @@ class Session:
             limits: When they are ended, and how they are timed.
 
         Returns:
-            Both; none if the time was over; None if one did not come to its end for another reason, which is no
-            verdict: all further rounds run one after the other.
+            Both; none if the time was over, or something outside ended them each time; None if one did not come to its
+            end for another reason, which is no verdict: all further rounds run one after the other.
         """
         first, second = (
             self.begin_trial(purpose, run.config, **limit) for run, limit in zip(runs, limits, strict=True)
         )
         second = replace(second, number=max(second.number, first.number + 1))
-        made = self.runner.run_round((first, second), known=runs, on_progress=self.on_progress)
+        orders = (first, second)
+
+        def attempt(report: ProcessReport) -> None:
+            failed = orders[min(report.failed_rank or 0, 1)]
+            self.add_attempt(purpose, report, number=failed.number, config=failed.config)
+
+        made = self.runner.run_round(
+            orders,
+            known=runs,
+            on_progress=self.on_progress,
+            on_attempt=attempt,
+            left_s=lambda: self.hard_deadline_s(0.0),
+        )
         self.store.tick(force=True)
         if made.trials:
             return tuple(self.end_trial(trial) for trial in made.trials)
-        if made.report.ended is Ended.DEADLINE:
+        if made.report.ended is Ended.DEADLINE or not made.settled:
             return ()
         self.apart = True
         self.note(

@@ -290,7 +290,7 @@ def _run_round(
         made = session.measure_round(purpose, order, [limits(first, 1 / len(order)) for first in order])
         if made is not None:
             if not made:
-                session.note("the runs side by side ended early: there was no more time")
+                session.note("the runs side by side ended early: by the clock, or from outside")
             return bool(made)
     for first in order:
         trial = session.measure(purpose, first.config, **limits(first))

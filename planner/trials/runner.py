@@ -255,6 +255,8 @@ class TrialRunner:
         *,
         known: Sequence[Trial] = (),
         on_progress: Callable[[Progress], None] | None = None,
+        on_attempt: Callable[[ProcessReport], None] | None = None,
+        left_s: Callable[[], float] | None = None,
         runners: Sequence[TrialRunner] = (),
     ) -> RoundOf:
         """Runs trials of one rank on a CPU in slices of time (slices.py), so that all have the same machine.
@@ -263,6 +265,8 @@ class TrialRunner:
             orders: What to measure: configurations that ran here before. Their times are what all have together.
             known: Earlier runs of the same configurations, in the same order; none: they are not known here.
             on_progress: Is told how far the first is.
+            on_attempt: Is told of each run that something outside ended; the round is then run again.
+            left_s: Seconds left for running it again; None: as many as it takes.
             runners: Of each, where they train something else; none: this one.
 
         Returns:
@@ -274,18 +278,20 @@ class TrialRunner:
         requests = tuple(runner._request(order) for runner, order in zip(runners, orders, strict=True))
         task = Task(
             target=ROUND_TARGET,
-            args=(requests, f"slices-{time.monotonic_ns()}", _slice_weights(known) or (1.0,) * len(requests)),
+            args=(requests, _slice_weights(known) or (1.0,) * len(requests)),
             ranks=len(requests) + 1,
             independent=True,
+            all_or_none=True,
             directory=self._folder(orders[0]),
             deadlines_s=self.phase_deadlines_s,
             total_deadline_s=sum(order.deadline_s for order in orders),
             memory_limit_bytes=self.host_limit_bytes,
         )
-        report = run_again(self.zygote, task, on_progress=on_progress, left_s=lambda: 0.0).report
+        runs = run_again(self.zygote, task, on_progress=on_progress, on_attempt=on_attempt, left_s=left_s)
+        report = runs.report
         whole = report.ended is Ended.FINISHED and None not in map(_answer, report.ranks[:-1])
         if not whole:
-            return RoundOf(trials=(), report=report)
+            return RoundOf(trials=(), report=report, settled=runs.settled)
         part = {"started": started, "seconds_spent": (time.monotonic() - began) / len(orders)}
         trials = [
             runner._trial(order, report.model_copy(update=_one_of(rank))).model_copy(update=part)
@@ -324,10 +330,14 @@ class TrialRunner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundOf:
-    """Trials that shared the machine in slices; empty: one of them did not come to its end."""
+    """Trials that shared the machine in slices; none: one of them did not come to its end.
+
+    Not settled: something outside ended them each time.
+    """
 
     trials: tuple[Trial, ...]
     report: ProcessReport
+    settled: bool = True
 
 
 def _slice_weights(known: Sequence[Trial]) -> tuple[float, ...]:

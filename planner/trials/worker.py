@@ -43,17 +43,16 @@ if TYPE_CHECKING:
 
 
 def run_round(
-    context: RankContext, requests: tuple[TrialRequest, ...], file: str, weights: tuple[float, ...]
+    context: RankContext, requests: tuple[TrialRequest, ...], weights: tuple[float, ...]
 ) -> TrialAnswer | None:
     """Measures configurations in slices of time (slices.py), each in a process of its own.
 
     Args:
         context: One of the processes; the last one has the others alternate.
         requests: Of the others.
-        file: The name of the file that they share.
         weights: Of their slices.
     """
-    path = context.directory / file
+    path = context.directory / f"slices-{context.requested_at}"  # each run of the task has its own
     if context.rank == len(requests):
         context.phase("measure")
         alternate(path, weights)

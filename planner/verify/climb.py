@@ -295,10 +295,10 @@ class Climb:
         orders = [self._order_for(config, number, place) for place, config in enumerate(order)]
         share_s = self.left_s / len(orders)
         orders = [replace(one, deadline_s=max(5.0, min(one.deadline_s, share_s))) for one in orders]
-        made = self.runner.run_round(orders, known=known)
+        made = self.runner.run_round(orders, known=known, left_s=lambda: self.left_s)
         if made.trials:
             self._keep(trials=(*self.found.trials, *made.trials))
-        failed = not made.trials and made.report.ended is not Ended.DEADLINE
+        failed = not made.trials and made.settled and made.report.ended is not Ended.DEADLINE
         self._apart = failed and bool(known)  # else one that ran here for the first time may not run at all
         return not failed
 

@@ -159,11 +159,11 @@ class DrawnRuns:
     def may_slice(self, runs: Any) -> bool:
         return self.drift is not None
 
-    def run_round(self, orders: Any, *, known: Any) -> Any:
+    def run_round(self, orders: Any, *, known: Any, left_s: Any) -> Any:
         assert not known or [order.config for order in orders] == [run.config for run in known]
         report = types.SimpleNamespace(ended=self.ended)
         if self.ended is not Ended.FINISHED:
-            return types.SimpleNamespace(trials=(), report=report)
+            return types.SimpleNamespace(trials=(), report=report, settled=True)
         slow, made = math.exp(self.draw.gauss(0, self.drift or 0.0)), []
         for order in orders:
             trial = self.run(order)
