@@ -5,6 +5,7 @@
     python -m benchmarks.false_wins --case planted --pairs 60 --minutes 4
     python -m benchmarks.false_wins --searches 60 [--side-by-side 2] [--minutes 4]
     python -m benchmarks.false_wins --table
+    python -m benchmarks.false_wins --core-speed                              # 70 s: what slices of time cancel
 
 A pair is what a search does for its plan: a first run of each side, then the rounds of the claim (how many is fixed
 before the first, by the gain that the first runs show; the order in a round is drawn), each run a trial in a fresh
@@ -13,6 +14,9 @@ process and the two of a round in slices of time; `planner/search/claim.py` deci
 `--searches`: whole searches, each from nothing, of a space of two values that are the same thing: on a CPU
 `optimizer_step=own` is the loop over the parameters that `for_loop` asks for. They run on one core, where no number of
 threads is offered. With `--side-by-side 2` they run on two, and each look on one of them.
+
+`--core-speed` records the speed of one core, and says by that record how much two equal runs differ: one after the
+other, and in slices. It is what SLICE_S rests on; measure.SLICED rests on the rounds of pairs (column `a round`).
 
 Each pair and each search is a line of benchmarks/results/false_wins.jsonl. The intervals are exact (Clopper and Pearson
 1934); the upper end is to be at most 5 %.
@@ -27,11 +31,13 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from autoplan.planner.records.trials import ClaimRounds, Outcome, Purpose, Trial
 from autoplan.planner.search.claim import Comparison, compare, is_claim_over, rounds_needed
@@ -43,6 +49,7 @@ from autoplan.planner.search.session import REMEASURE
 from autoplan.planner.space.bounds import parse_bound
 from autoplan.planner.trials.measure import SLICED
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
+from autoplan.probes.cpu import time_core
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
@@ -164,6 +171,7 @@ def run_pairs(
                 "why_not": found.claim.why_not,
                 "speedup": [round(value, 4) for value in (speedup.median, speedup.low, speedup.high)],
                 "rounds": found.claim.rounds,
+                "log_ratios": log_ratios(pair.trials),
                 "spread": round(found.claim.spread, 4),
                 "disturbed_runs": sum(trial.disturbed is not None for trial in pair.trials),
                 "runs": len(pair.trials),
@@ -218,10 +226,53 @@ def one_search(seed: int, store: str, parts: int = 1) -> dict[str, Any]:
         "why_not": None if claim is None else claim.why_not,
         "speedup": None if speedup is None else [round(v, 4) for v in (speedup.median, speedup.low, speedup.high)],
         "rounds": len({trial.round for trial in result.trials if trial.purpose == "claim"}),
+        "log_ratios": log_ratios(result.trials),
         "disturbed_runs": sum(trial.disturbed is not None for trial in result.trials),
         "runs": len(result.trials),
         "seconds": round(time.monotonic() - began, 2),
     }
+
+
+def log_ratios(trials: Sequence[Trial]) -> list[float]:
+    """Of each undisturbed round in slices: the logarithm of one side's step time over the other's."""
+    sides: dict[tuple[str, int | None], dict[str, float]] = {}
+    for trial in trials:
+        if trial.pauses and trial.step_time_s is not None and not trial.disturbed:
+            sides.setdefault((trial.purpose, trial.round), {})[repr(trial.config)] = trial.step_time_s.median
+    pairs = [[both[name] for name in sorted(both)] for both in sides.values()]
+    return [round(math.log(two[0] / two[1]), 4) for two in pairs if len(two) == 2]
+
+
+def record_core(seconds: float) -> list[float]:
+    """Seconds of a fixed calculation (`time_core`), again and again on one core; it takes the fastest of three."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    record, ends_at = [], time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+        record.append(time_core())
+    return record
+
+
+def core_table(record: Sequence[float], seconds: float) -> str:
+    """How much two equal runs differ by a record of a core's speed, and for how long the core keeps it.
+
+    Args:
+        record: Seconds of the same calculation, one after the other.
+        seconds: All of it took.
+    """
+    logs, every_s, draw = np.log(np.array(record)), seconds / len(record), np.random.default_rng(0)
+    lines = [f"{len(record)} readings, standard deviation of the logarithm {logs.std():.3f}"]
+    for lag_s in (0.005, 0.04, 0.2, 1.5):
+        lag = max(1, round(lag_s / every_s))
+        lines.append(f"correlation after {lag * every_s:.3f} s: {np.corrcoef(logs[:-lag], logs[lag:])[0, 1]:.2f}")
+    own_s = 2.0
+    for slice_s in (0.02, 0.05, 0.25, own_s):
+        one, several = max(1, round(slice_s / every_s)), max(1, round(own_s / slice_s))
+        begins = draw.integers(0, max(1, len(record) - 2 * one * several), 500)
+        parts = [np.exp(logs[b : b + 2 * one * several]).reshape(2 * several, one).sum(1) for b in begins]
+        ratios = [math.log(part[1::2].sum() / part[::2].sum()) for part in parts]
+        how = "one after the other" if slice_s == own_s else f"in slices of {slice_s:g} s"
+        lines.append(f"two runs of {own_s:g} s each {how} differ by {np.sqrt(np.mean(np.square(ratios))):.1%}")
+    return "\n".join(lines)
 
 
 def exact_interval(hits: int, cases: int) -> tuple[float, float]:
@@ -247,6 +298,7 @@ def table(pairs: list[dict[str, Any]]) -> str:
         "share (95 % exact)",
         "disturbed, so no claim",
         "rounds",
+        "a round",
         "seconds each",
     )
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
@@ -263,9 +315,11 @@ def table(pairs: list[dict[str, Any]]) -> str:
             loud = sum((pair["why_not"] or "").startswith("disturbed") for pair in of)
             seconds = sum(pair["seconds"] for pair in of) / len(of)
             rounds = sum(pair["rounds"] for pair in of) / len(of)
+            logs = [ratio for pair in of for ratio in pair.get("log_ratios", ())]
+            spread = "-" if len(logs) < 2 else f"{np.std(logs, ddof=1):.1%}"
             lines.append(
                 f"| {len(of)} x {words} | {'busy' if busy else 'none'} | {hits} | {hits / len(of):.1%} "
-                f"({low:.1%} to {high:.1%}) | {loud} | {rounds:.1f} | {seconds:.1f} |"
+                f"({low:.1%} to {high:.1%}) | {loud} | {rounds:.1f} | {spread} | {seconds:.1f} |"
             )
             if case in SEARCHES:
                 most = 1 - 0.05 ** (1 / len(of))
@@ -287,7 +341,12 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="with a second busy process")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time; run it again to go on")
     parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--core-speed", action="store_true", help="only record a core's speed, for 70 s")
     asked = parser.parse_args()
+    if asked.core_speed:
+        began = time.monotonic()
+        print(core_table(record_core(70.0), time.monotonic() - began))
+        return
     if not asked.table:
         case, busy = (SEARCHES[asked.side_by_side > 1], False) if asked.searches else (asked.case, asked.busy)
         done = sum((line["case"], line["busy"]) == (case, busy) for line in load())

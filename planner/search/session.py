@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Unpack
 
 from autoplan.planner.records.trials import (
@@ -409,14 +409,13 @@ class Session:
             Both; none if the time was over, or something outside ended them each time; None if one did not come to its
             end for another reason, which is no verdict: all further rounds run one after the other.
         """
-        first, second = (
-            self.begin_trial(purpose, run.config, **limit) for run, limit in zip(runs, limits, strict=True)
-        )
-        second = replace(second, number=max(second.number, first.number + 1))
-        orders = (first, second)
+        orders: list[TrialOrder] = []
+        for run, limit in zip(runs, limits, strict=True):
+            taken = [order.number for order in orders]
+            orders.append(self.begin_trial(purpose, run.config, taken=taken, **limit))
 
         def attempt(report: ProcessReport) -> None:
-            failed = orders[min(report.failed_rank or 0, 1)]
+            failed = orders[min(report.failed_rank or 0, len(orders) - 1)]
             self.add_attempt(purpose, report, number=failed.number, config=failed.config)
 
         made = self.runner.run_round(
@@ -437,11 +436,22 @@ class Session:
         )
         return None
 
-    def begin_trial(self, purpose: Purpose, config: TrainingConfig, **limits: Unpack[TrialLimits]) -> TrialOrder:
-        """The order for a trial, with a number that no other has; the arguments are those of `measure`."""
-        number = self.store.take_number()
-        if self.side is not None:
-            number = max([number, *(1 + running for running in self.side.numbers)])
+    def begin_trial(
+        self,
+        purpose: Purpose,
+        config: TrainingConfig,
+        *,
+        taken: Sequence[int] = (),
+        **limits: Unpack[TrialLimits],
+    ) -> TrialOrder:
+        """The order for a trial, with a number that no other has; the arguments are those of `measure`.
+
+        Args:
+            purpose, config, limits: As in `measure`.
+            taken: Numbers of trials that begin with it.
+        """
+        beside = () if self.side is None else self.side.numbers
+        number = max([self.store.take_number(), *(1 + other for other in (*taken, *beside))])
         prediction = self.predict(config)
         self.observer.on_trial_started(number, purpose, config, prediction, self.budget())
         return TrialOrder(

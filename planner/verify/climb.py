@@ -42,7 +42,6 @@ from autoplan.planner.verify.measure import make_verifiable, open_runner, say_no
 from autoplan.planner.verify.stairs import OF_SEARCH, Names, Staircase, is_good
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import read_host_profile
-from autoplan.processes import Ended
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_seconds, parse_duration_s
@@ -296,9 +295,10 @@ class Climb:
         share_s = self.left_s / len(orders)
         orders = [replace(one, deadline_s=max(5.0, min(one.deadline_s, share_s))) for one in orders]
         made = self.runner.run_round(orders, known=known, left_s=lambda: self.left_s)
+        self._count_lost(not made.settled, made.report.describe())
         if made.trials:
             self._keep(trials=(*self.found.trials, *made.trials))
-        failed = not made.trials and made.settled and made.report.ended is not Ended.DEADLINE
+        failed = not made.trials and made.settled and self.left_s > 0
         self._apart = failed and bool(known)  # else one that ran here for the first time may not run at all
         return not failed
 
@@ -339,11 +339,14 @@ class Climb:
         """
         self.on_progress(words)
         trial = self.runner.run(self._order_for(config, round), left_s=lambda: self.left_s)
-        self._lost = self._lost + 1 if trial.did_not_run else 0
-        if self._lost > 1:
-            raise DidNotRunError(f"two runs, one after the other; the last: {trial.reason}")
+        self._count_lost(trial.did_not_run, str(trial.reason))
         if not trial.did_not_run:
             self._keep(trials=(*self.found.trials, trial))
+
+    def _count_lost(self, lost: bool, reason: str) -> None:
+        self._lost = self._lost + 1 if lost else 0
+        if self._lost > 1:
+            raise DidNotRunError(f"two runs, one after the other; the last: {reason}")
 
     def _order_for(self, config: TrainingConfig, round: int | None, place: int = 0) -> TrialOrder:
         before = [trial for trial in self.found.trials if trial.config == config and is_good(trial)]

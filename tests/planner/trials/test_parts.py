@@ -19,10 +19,9 @@ from autoplan.planner.trials.parts import EndedRun, Part, Parts, by_place, equal
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.processes import Progress, StopTask, Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.sources import make_spec
+from tests.planner.trials.runs import make_runner
 from tests.recorded import make_hardware, make_trial
 
-WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
 CONFIG = TrainingConfig(micro_batch=4, threads=1)
 CORES = sorted(os.sched_getaffinity(0))
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="a part needs a core of its own")
@@ -192,14 +191,7 @@ def test_a_zygote_that_is_killed_costs_its_own_run_alone(tmp_path: Path):
     zygotes = [Zygote(preload=PRELOAD, env={"OMP_NUM_THREADS": "1"}) for _ in places]
 
     def runner(zygote: Zygote, folder: str) -> TrialRunner:
-        return TrialRunner(
-            zygote,
-            make_spec(model=f"{WORKLOADS}:make_sound"),
-            device="cpu",
-            memory_limit_bytes=2 << 30,
-            host_limit_bytes=2 << 30,
-            directory=tmp_path / folder,
-        )
+        return make_runner(zygote, tmp_path / folder, gib=2, function="make_sound")
 
     killed: list[int] = []
     attempts: list[int] = []

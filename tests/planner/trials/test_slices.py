@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +14,12 @@ from typing import Any
 import pytest
 
 from autoplan.planner.records.trials import Outcome
-from autoplan.planner.trials.runner import TrialOrder, TrialRunner
+from autoplan.planner.trials.runner import TrialOrder
 from autoplan.planner.trials.slices import MOST_WEIGHT, Slices, alternate
 from autoplan.processes import Ended, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.sources import make_spec
+from tests.planner.trials.runs import make_runner
 
-WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
 COUNTED_S = 1.0
 
 
@@ -26,6 +27,15 @@ COUNTED_S = 1.0
 def zygote() -> Iterator[Zygote]:
     with Zygote(preload=("torch", "autoplan.planner.trials.worker", "autoplan.strategies.prepare")) as zygote:
         yield zygote
+
+
+CHILD = """
+import sys, time
+with open(sys.argv[1], "w", buffering=1) as file:
+    while True:
+        print(time.monotonic(), file=file)
+        time.sleep(0.002)
+"""
 
 
 def work(context: Any, file: str, weights: tuple[float, ...], counted_s: tuple[float, ...]) -> Any:
@@ -37,13 +47,17 @@ def work(context: Any, file: str, weights: tuple[float, ...], counted_s: tuple[f
     mine.ready()
     mine.count()
     mine.count()  # again: it does nothing
-    began_s, seen = mine.now_s(), []
+    began_s, seen, notes = mine.now_s(), [], Path(f"{file}-{context.rank}")
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(notes)])  # it is stopped with its parent
     while mine.now_s() - began_s < counted_s[context.rank]:
         seen.append(time.monotonic())
         time.sleep(0.001)
     own_s = mine.now_s() - began_s
+    child.kill()
+    child.wait()
     mine.end()
-    return {"seen": seen, "own_s": own_s, "pauses": mine.pauses, "wall_s": seen[-1] - seen[0]}
+    seen += [float(line) for line in notes.read_text().splitlines()[:-1]]
+    return {"seen": seen, "own_s": own_s, "pauses": mine.pauses, "wall_s": max(seen) - min(seen)}
 
 
 def run_all(
@@ -75,20 +89,9 @@ def test_one_runs_at_a_time_and_its_clock_counts_its_own_slices(zygote: Zygote, 
 def test_runs_with_a_fixed_number_of_steps_end_together_by_their_weights(zygote: Zygote, tmp_path: Path):
     longer = 3.0
     first, second = run_all(zygote, tmp_path, (1.0, longer), (COUNTED_S, longer * COUNTED_S))
-    alone_s = second["seen"][-1] - first["seen"][-1]
+    alone_s = max(second["seen"]) - max(first["seen"])
     assert alone_s < 0.5 * second["own_s"], "most of the second's time it shared with the first"
     assert longer < MOST_WEIGHT
-
-
-def runner_in(zygote: Zygote, folder: Path) -> TrialRunner:
-    return TrialRunner(
-        zygote,
-        make_spec(model=f"{WORKLOADS}:make"),
-        device="cpu",
-        memory_limit_bytes=3 << 30,
-        host_limit_bytes=3 << 30,
-        directory=folder,
-    )
 
 
 def order(number: int, micro_batch: int, **facts: Any) -> TrialOrder:
@@ -98,7 +101,7 @@ def order(number: int, micro_batch: int, **facts: Any) -> TrialOrder:
 
 
 def test_a_round_measures_both_over_the_same_time(zygote: Zygote, tmp_path: Path):
-    made = runner_in(zygote, tmp_path).run_round((order(3, 128), order(4, 6)))
+    made = make_runner(zygote, tmp_path, gib=3).run_round((order(3, 128), order(4, 6)))
     one, other = made.trials
     assert (one.number, other.number) == (3, 4) and one.config.micro_batch == 128
     for trial in made.trials:
@@ -116,7 +119,7 @@ def test_a_round_of_which_one_fails_ends_soon_and_is_no_verdict(
 ):
     orders = [order(0, 128), order(1, micro_batch)]
     began_s = time.monotonic()
-    made = runner_in(zygote, tmp_path).run_round((orders[place == 0], orders[place == 1]), left_s=lambda: 0.0)
+    made = make_runner(zygote, tmp_path, gib=3).run_round((orders[place == 0], orders[place == 1]), left_s=lambda: 0.0)
     assert made.trials == () and made.report.ended is Ended.RANK_FAILED and made.report.failed_rank == place
     assert made.settled == (micro_batch == 12), "a signal from outside is none of its doing"
     assert time.monotonic() - began_s < 45.0, "before its deadline"

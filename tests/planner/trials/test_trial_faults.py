@@ -15,9 +15,8 @@ from autoplan.planner.trials.measure import ToBeat
 from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner, classify_exception
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.sources import make_spec
+from tests.planner.trials.runs import make_runner
 
-WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
 HANG_DEADLINE_S = 3.0
 
 
@@ -30,14 +29,7 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture
 def runner(zygote: Zygote, tmp_path: Path) -> TrialRunner:
-    return TrialRunner(
-        zygote,
-        make_spec(model=f"{WORKLOADS}:make"),
-        device="cpu",
-        memory_limit_bytes=1 << 30,
-        host_limit_bytes=1 << 30,
-        directory=tmp_path,
-    )
+    return make_runner(zygote, tmp_path)
 
 
 def measure(runner: TrialRunner, number: int, **options: object) -> Trial:

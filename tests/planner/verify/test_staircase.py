@@ -154,23 +154,25 @@ class DrawnRuns:
         self.disturbs: set[int] = set()
         self.stops_at: int | None = None
         self.drift: float | None = None  # of the machine between rounds, in slices; None: one after the other
-        self.ended = Ended.FINISHED
+        self.ended, self.settled = Ended.FINISHED, True
+        self.takes_s = 0.0  # of a round that fails in slices
 
     def may_slice(self, runs: Any) -> bool:
         return self.drift is not None
 
     def run_round(self, orders: Any, *, known: Any, left_s: Any) -> Any:
         assert not known or [order.config for order in orders] == [run.config for run in known]
-        report = types.SimpleNamespace(ended=self.ended)
+        report = types.SimpleNamespace(ended=self.ended, describe=lambda: "killed by signal 9")
         if self.ended is not Ended.FINISHED:
-            return types.SimpleNamespace(trials=(), report=report, settled=True)
+            time.sleep(self.takes_s)
+            return types.SimpleNamespace(trials=(), report=report, settled=self.settled)
         slow, made = math.exp(self.draw.gauss(0, self.drift or 0.0)), []
         for order in orders:
             trial = self.run(order)
             s = trial.step_time_s
             step = s.model_copy(update={name: slow * getattr(s, name) for name in ("median", "low", "high")})
             made.append(trial.model_copy(update={"step_time_s": step, "pauses": 8}))
-        return types.SimpleNamespace(trials=tuple(made), report=report)
+        return types.SimpleNamespace(trials=tuple(made), report=report, settled=True)
 
     def run(self, order: Any, **given: Any) -> Any:
         if self.stops_at is not None and len(self.orders) >= self.stops_at:
@@ -242,15 +244,27 @@ def test_rounds_in_slices_show_steps_that_a_machine_which_changes_would_hide(tmp
         assert step.gain is not None and step.gain.high / step.gain.low < 1.2 and step.rounds == ROUNDS
 
 
-@pytest.mark.parametrize("ended", [Ended.MEMORY_LIMIT, Ended.DEADLINE])
-def test_a_round_in_slices_that_fails_is_made_one_after_the_other_if_there_is_time(tmp_path: Path, ended: Ended):
+@pytest.mark.parametrize(
+    ("ended", "budget_s"),
+    [(Ended.MEMORY_LIMIT, 1e6), (Ended.DEADLINE, 1e6), (Ended.DEADLINE, 1.0)],
+    ids=["no memory for all", "too slow for its own deadline", "by the budget"],
+)
+def test_a_round_in_slices_that_fails_is_made_one_after_the_other_if_there_is_time(
+    tmp_path: Path, ended: Ended, budget_s: float
+) -> None:
     runner = DrawnRuns(FACTORS)
-    runner.drift, runner.ended = 0.0, ended
-    budget_s = 1e6 if ended is Ended.MEMORY_LIMIT else 0.5
+    runner.drift, runner.ended, runner.takes_s = 0.0, ended, 1.0 if budget_s == 1.0 else 0.0
     found = climbed(runner, tmp_path, budget_s=budget_s)
     rounds = [trial for trial in found.trials if trial.purpose == "claim"]
     assert not any(trial.pauses for trial in rounds)
-    assert (found.ended == ALL_MEASURED) == bool(rounds) == (ended is Ended.MEMORY_LIMIT)
+    assert (found.ended == ALL_MEASURED) == bool(rounds) == (budget_s > 1.0)
+
+
+def test_rounds_in_slices_that_something_outside_ends_each_time_end_the_staircase(tmp_path: Path) -> None:
+    runner = DrawnRuns(FACTORS)
+    runner.drift, runner.ended, runner.settled = 0.0, Ended.RANK_FAILED, False
+    with pytest.raises(autoplan.DidNotRunError, match="two runs.*signal 9"):
+        climbed(runner, tmp_path)
 
 
 def test_a_disturbed_round_is_void_and_made_again(tmp_path: Path) -> None:
