@@ -228,8 +228,8 @@ ASSUMED = Spread()
 SLICED = Spread(sd=0.04, assumed=0.04)
 """Between runs that shared the machine in slices (slices.py), before their rounds show more. What changes the speed of
 its cores changes all of them; what is left differs between processes. Measured between equal runs on two shared cores:
-2.1 % (products of small matrices), 2.8 % (a few layers), 3.9 and 4.3 % (a small training: 16 rounds, and the 69 rounds of
-`python -m benchmarks.false_wins --case same`); of a GPT-2 less, its rounds differed by 2 %."""
+2.1 % (products of small matrices), 2.8 % (a few layers), 3.9 and 4.3 % (a small training: 16 rounds, and 69 rounds of
+`python -m benchmarks.false_wins --case same`); of a GPT-2 less: three rounds differed by 2.4 %."""
 
 
 @lru_cache(maxsize=256)

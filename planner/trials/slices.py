@@ -34,10 +34,10 @@ from autoplan.processes import linux
 
 SLICE_S = 0.05
 """Of the run with the shorter slices. On two cores that other machines share the speed of one had a correlation of 0.9
-after 4 ms, 0.7 after 40 ms, 0.5 after 0.2 s and 0.1 after 1.5 s. By that record two equal runs of 2 s each differ by 13 %
-(standard deviation) one after the other, by 3.5 % in slices of 0.25 s, by 1.3 % in slices of 0.05 s; on another hour by
-16 %, 3.5 % and 1.1 % (`python -m benchmarks.false_wins --core-speed`). A change takes about 1 ms, until the caches are
-filled again."""
+after 4 ms, 0.7 after 40 ms, 0.5 after 0.2 s and 0.1 after 1.5 s. By that record two equal runs of 2 s each differ by
+13 % (standard deviation) one after the other, by 3.5 % in slices of 0.25 s, by 1.3 % in slices of 0.05 s; in another
+hour by 16 %, 3.5 % and 1.1 % (`python -m benchmarks.false_wins --core-speed`). A change takes about 1 ms, until the
+caches are filled again."""
 
 MOST_WEIGHT = 4.0
 """The longer slices are at most so many times as long."""
