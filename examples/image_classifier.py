@@ -74,7 +74,7 @@ def classification_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> aut
 
 def build_optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """SGD with momentum."""
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4)
+    return torch.optim.SGD(parameters, lr=0.003, momentum=0.9, weight_decay=1e-4)
 
 
 def classifier(global_batch: int = 64, size: int = 64, channels: int = 64, num_blocks: int = 6) -> autoplan.Workload:

@@ -29,7 +29,7 @@ from autoplan.planner.trace.op_benchmark import OpTiming, TimingRequest
 from autoplan.planner.trace.op_recorder import Recording
 from autoplan.planner.trace.record_step import record_step
 from autoplan.strategies.analysis.structure import Structure, find_structure
-from autoplan.strategies.workloads.devices import has_closed_hooks
+from autoplan.strategies.workloads.devices import build_fake, has_closed_hooks
 from autoplan.strategies.workloads.workload import Workload
 
 DEPTHS = (2, 3)
@@ -85,17 +85,11 @@ class TruncatedModels:
             return self._build()
 
     def _build(self) -> nn.Module:
-        try:
-            with self.mode, torch.device(self.device):
-                return self.workload.build_model()
-        except RuntimeError:
-            if not isinstance(self.mode, FakeTensorMode):
-                raise
-        # A loop's model is copied, and torch 2.13 copies no buffer under fake tensors (aten.set_ of a real storage).
+        if isinstance(self.mode, FakeTensorMode):
+            return build_fake(self.workload.build_model, self.mode, self.device)
         with torch.device(self.device):
             model = self.workload.build_model()
-        tensors = (*model.parameters(), *model.buffers())
-        return copy.deepcopy(model, {id(tensor): self.mode.from_tensor(tensor) for tensor in tensors})
+        return model.to(self.device)
 
     def _copy(self, model: nn.Module) -> nn.Module:
         if has_closed_hooks(model):

@@ -22,9 +22,10 @@ SAMPLE_PERIOD_S = 0.2
 class MemoryMonitor:
     """Peak memory of this process from the moment the monitor is made.
 
-    CUDA: the peaks of torch's allocator (allocated, reserved), and the memory in use on the device minus what was in
-    use at the start. CPU: the peak resident set (VmHWM). Before it starts, free pages are returned to the system
-    (malloc_trim) and the peak is reset (`clear_refs`, proc(5)).
+    CUDA: the peaks of torch's allocator (allocated, reserved), and what the driver says that this process has, minus
+    what it had at the start. Where the driver does not show this process (a container), the memory in use on the device
+    stands for it, other processes included. CPU: the peak resident set (VmHWM). Before it starts, free pages are
+    returned to the system (malloc_trim) and the peak is reset (`clear_refs`, proc(5)).
 
     Args:
         device: The rank's device.
@@ -35,6 +36,8 @@ class MemoryMonitor:
         self.device = device
         self.limit_bytes = limit_bytes
         if device.type == "cuda":
+            self._gpu = _Gpu(device)
+            self._own_before = self._gpu.own_bytes()
             free, total = torch.cuda.mem_get_info(device)
             self._used_before = total - free
             if limit_bytes is not None and limit_bytes < total:
@@ -51,11 +54,14 @@ class MemoryMonitor:
         """The peaks so far."""
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
+            used, own = total - free - self._used_before, self._gpu.own_bytes()
+            if own is not None and self._own_before is not None:
+                used = own - self._own_before
             reserved = torch.cuda.max_memory_reserved(self.device)
             return PeakMemory(
                 allocated_bytes=torch.cuda.max_memory_allocated(self.device),
                 reserved_bytes=reserved,
-                driver_bytes=max(reserved, total - free - self._used_before),
+                driver_bytes=max(reserved, used),
                 limit_bytes=self.limit_bytes,
             )
         return PeakMemory(resident_bytes=resident_peak_bytes(), limit_bytes=self.limit_bytes)
@@ -84,6 +90,33 @@ def resident_peak_bytes() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
+class _Gpu:
+    """A GPU as the driver's library sees it; without the library, or without a GPU, nothing is known."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.nvml: Any = None
+        self.handle: Any = None
+        if device.type != "cuda":
+            return
+        from autoplan.probes.nvml import open_nvml
+
+        self.nvml, _ = open_nvml()
+        if self.nvml is not None:
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            self.handle = self.nvml.query("nvmlDeviceGetHandleByUUID", uuid).value
+
+    def running(self) -> dict[int, int | None]:
+        """Bytes by process, of those that compute on it."""
+        if self.handle is None:
+            return {}
+        processes = self.nvml.query("nvmlDeviceGetComputeRunningProcesses", self.handle).value or ()
+        return {process.pid: process.usedGpuMemory for process in processes}
+
+    def own_bytes(self) -> int | None:
+        """What this process has there."""
+        return self.running().get(os.getpid())
+
+
 class GpuMonitor:
     """The rank's GPU while steps are timed: its clock, why the driver limits it, and what other processes take.
 
@@ -107,16 +140,7 @@ class GpuMonitor:
         self._others_now = 0.0
         self._asked = 0.0
         self._seen_us = 0
-        self._nvml: Any = None
-        self._handle: Any = None
-        if device.type != "cuda":
-            return
-        from autoplan.probes.nvml import open_nvml
-
-        self._nvml, _ = open_nvml()
-        if self._nvml is not None:
-            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            self._handle = self._nvml.query("nvmlDeviceGetHandleByUUID", uuid).value
+        self._gpu = _Gpu(device)
 
     def start(self) -> None:
         """Begins a stretch: what was seen before it does not count."""
@@ -128,13 +152,13 @@ class GpuMonitor:
     def sample(self) -> None:
         """Asks for the clock and what limits it; does nothing if there is no driver, or it was asked just before."""
         now = time.monotonic()
-        if self._handle is not None and now - self._asked >= SAMPLE_PERIOD_S:
+        if self._gpu.handle is not None and now - self._asked >= SAMPLE_PERIOD_S:
             self._asked = now
             self._sample_clock()
 
     def end(self) -> None:
         """Ends a stretch: asks what others took in it, and for the clock if nobody did while kernels ran."""
-        if self._handle is None:
+        if self._gpu.handle is None:
             return
         if not self._sampled:
             self._sample_clock()
@@ -145,18 +169,17 @@ class GpuMonitor:
         from autoplan.probes.nvml import SLOWDOWNS
 
         self._sampled = True
-        events = read_clock_events(self._nvml, self._handle)
+        events = read_clock_events(self._gpu.nvml, self._gpu.handle)
         self.events.update(events)
         self._slowed.update(SLOWDOWNS.intersection(events))
-        clock = self._nvml.reading("Hz", 1e6, "nvmlDeviceGetClockInfo", self._handle, 1).value
+        clock = self._gpu.nvml.reading("Hz", 1e6, "nvmlDeviceGetClockInfo", self._gpu.handle, 1).value
         if clock is not None:
             self.clocks_hz.append(clock)
 
     def _sample_others(self) -> None:
-        running = self._nvml.query("nvmlDeviceGetComputeRunningProcesses", self._handle).value or ()
-        if os.getpid() not in {process.pid for process in running}:
+        if os.getpid() not in self._gpu.running():
             return
-        answer = self._nvml.query("nvmlDeviceGetProcessUtilization", self._handle, self._seen_us).value or ()
+        answer = self._gpu.nvml.query("nvmlDeviceGetProcessUtilization", self._gpu.handle, self._seen_us).value or ()
         samples = [sample for sample in answer if sample.timeStamp >= self._seen_us]
         # a process has no sample of a moment at which it did nothing
         moments = max(1, len({sample.timeStamp for sample in samples}))

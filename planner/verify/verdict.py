@@ -41,6 +41,9 @@ LEAST_DIFFERENCE = RUN_SPREAD
 """A plan holds where the speed differs by less than this, however narrow the intervals are: they were measured in one
 sitting, and runs of the same configuration on other days differ by about as much (MLPerf Training's imaging tasks)."""
 
+OTHERS_CPU_SHARE, OTHERS_GPU_SHARE = 0.25, 0.05
+"""Of the cores, and of the GPU: more by other processes is a cause, also where no step was disturbed by it alone."""
+
 QUOTA_SHARE = 0.05
 """A quota that stops the processes for more of the time than this is a cause."""
 
@@ -162,6 +165,10 @@ def _seen(plan: Plan, window: Window, same_hardware: bool) -> list[Cause]:
         causes.append(Cause(kind="clocks", text=f"the cores were slower than where the plan was measured: {text}"))
     if window.disturbed is not None and not slowed:
         causes.append(Cause(kind="others", text=window.disturbed))
+    elif window.gpu_others_share is not None and window.gpu_others_share > OTHERS_GPU_SHARE:
+        causes.append(Cause(kind="others", text=f"other processes took {window.gpu_others_share:.0%} of the GPU"))
+    elif (window.others_cpu_share or 0.0) > OTHERS_CPU_SHARE:
+        causes.append(Cause(kind="others", text=f"other processes took {window.others_cpu_share:.0%} of the cores"))
     if window.throttled_s > QUOTA_SHARE * window.seconds:
         share = window.throttled_s / max(window.seconds, 1e-9)
         text = f"the container's CPU quota was used up: processes stood still for {share:.1f} s a second"

@@ -25,7 +25,7 @@ from autoplan.strategies.techniques.loss_kernels import (
     full_fp32,
 )
 from autoplan.strategies.workloads.batch import Batch, move_batch
-from autoplan.strategies.workloads.devices import is_elsewhere
+from autoplan.strategies.workloads.devices import build_fake, is_elsewhere
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss
 from autoplan.strategies.workloads.randomness import seed_generators
 from autoplan.strategies.workloads.training_mode import enter_training_mode
@@ -190,8 +190,8 @@ def _reason_against_large(workload: Workload, model: nn.Module, device: torch.de
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         short = shorten(workload.make_batch(workload.fixed_micro_batch or 2, 0), SHORT_LENGTH)  # reads labels
+        fake = build_fake(workload.build_model, mode, device)
         with mode, torch.device(device):
-            fake = workload.build_model()
             enter_training_mode(fake)
             return _reason_to_need_logits(workload, fake, move_batch(short, device))
     except Exception as error:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 
 from autoplan.strategies.workloads.pickling import dumps
 
@@ -76,6 +77,35 @@ def move_to_host(holder: Any) -> list[tuple[nn.Module, torch.device]]:
     if moved:
         torch.cuda.empty_cache()
     return moved
+
+
+def build_fake(build_model: Callable[[], nn.Module], mode: FakeTensorMode, device: str | torch.device) -> nn.Module:
+    """A model whose tensors are fake ones on a device.
+
+    A function makes it there. A model that exists (a loop's, a Trainer's) is where its owner has it: fake copies of its
+    tensors are moved.
+    """
+    try:
+        with mode, torch.device(device):
+            model = build_model()
+    except RuntimeError:  # torch 2.13 copies no buffer of a model that exists (aten.set_ of a real storage)
+        with torch.device(device):
+            model = build_model()
+    tensors = (*model.parameters(), *model.buffers())
+    kind = torch.device(device).type
+    if all(is_fake(tensor) and tensor.device.type == kind for tensor in tensors):
+        return model
+    with mode:
+        moved = {id(tensor): _fake_on(tensor, mode, device) for tensor in tensors}
+    return copy.deepcopy(model, moved)
+
+
+def _fake_on(tensor: torch.Tensor, mode: FakeTensorMode, device: str | torch.device) -> torch.Tensor:
+    fake = tensor if is_fake(tensor) else mode.from_tensor(tensor)
+    if fake.device.type == torch.device(device).type:
+        return fake
+    moved = fake.detach().to(device)
+    return nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
 def move_to_meta(model: nn.Module) -> None:

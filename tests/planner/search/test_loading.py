@@ -229,7 +229,7 @@ def test_on_cuda_copies_out_of_memory_that_is_not_pinned_are_tried_too(best: int
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_prefetch_and_pinned_memory_are_measured():
     with Zygote() as own:
-        answer, report = measured(own, Rows(sleep_s=0.002), time_s=6.0, device="cuda")
+        answer, report = measured(own, Rows(sleep_s=0.002), time_s=30.0, device="cuda")
     assert report.ended is Ended.FINISHED, report.describe()
     settings = [trial.setting for trial in answer.tried]
     assert {setting.pin_memory for setting in settings} == {True, False}

@@ -168,8 +168,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[UsedGpu, GpuMonitor]]
 
     card = UsedGpu(processes=[Record(pid=os.getpid(), usedGpuMemory=1)])
     monitor = GpuMonitor(CPU)
-    monitor._nvml, _ = open_nvml(Nvml([card]))
-    monitor._handle = card
+    monitor._gpu.nvml, _ = open_nvml(Nvml([card]))
+    monitor._gpu.handle = card
     monkeypatch.setattr(device_monitor, "SAMPLE_PERIOD_S", 0.0)
     monitor.start()
     yield card, monitor

@@ -367,8 +367,8 @@ def test_the_gpu_is_asked_while_its_kernels_run():
     """A driver that tells of a busy card until the work is waited for, and of an idle one after that."""
     timer, card = make_timer("make_sound", 128), FakeGpu()
     gpu = timer.load.gpu
-    gpu._nvml, _ = open_nvml(FakeNvml([card]))
-    gpu._handle = card
+    gpu._gpu.nvml, _ = open_nvml(FakeNvml([card]))
+    gpu._gpu.handle = card
 
     def wait() -> None:
         card.events = 0x0
