@@ -190,15 +190,22 @@ def begin_search(means: Means) -> SearchContext:
         why = "little memory is looked for" if options.objective == "memory" else "nothing is sure to fit"
         observer.on_phase("space", f"{why}: {', '.join(dict(context.held))} enters the space")
         space = make_space(choices)
+    context = _without_twins(replace(context, space=space))
+    profile = only_rough(context.profile, _variants(facts, context.space.candidates))
+    return _predicted(replace(context, profile=profile))
+
+
+def _without_twins(context: SearchContext) -> SearchContext:
+    """The context without candidates that others beat, by the rates that it has."""
+    options, profile = context.means.options, context.profile
     space = without_twins(
-        space,
-        hardware.device(target.device),
-        named=named,
+        context.space,
+        context.hardware.device(context.device),
+        named={*options.fix, *options.bound},
         stored_in_fp32=profile.parameter_bytes >= 4 * profile.parameters,
         launch_over_work=context.estimator.launch_over_work,
     )
-    profile = only_rough(context.profile, _variants(facts, space.candidates))
-    return _predicted(replace(context, space=space, profile=profile))
+    return replace(context, space=space)
 
 
 def prepare_search(means: Means) -> SearchContext:
@@ -235,7 +242,7 @@ def probe_more(context: SearchContext) -> SearchContext:
         observer.on_note(hardware.disturbed)
     if means.saved is not None:
         write_atomically(means.saved, hardware.model_dump_json(indent=1))
-    return _predicted(replace(context, hardware=hardware, probed=True))
+    return _predicted(_without_twins(replace(context, hardware=hardware, probed=True)))
 
 
 def trace_cost_s(context: SearchContext, variants: Sequence[VariantKey] | None = None) -> float:

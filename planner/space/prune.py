@@ -179,7 +179,7 @@ def _without_fp16(candidates: ConfigTable, device: Device, found: list[LeftOutFa
     if (
         rates is None
         or "bf16" not in candidates.used("precision")
-        or rates[0] < SAME_RATE * (1 + doubt(device)) * rates[1]
+        or rates[0] < SAME_RATE * max(0.0, 1 - doubt(device)) * rates[1]  # in doubt the one that is simpler to train
     ):
         return candidates
     return _leave_out(

@@ -210,6 +210,21 @@ def is_shape(value: Any) -> bool:
     return isinstance(value, TensorShape)
 
 
+def without_dropout(call: OpCall) -> OpCall:
+    """A fused attention's call with no dropout; any other call as it is.
+
+    With dropout the backward of the memory-efficient kernel reads the seed of the forward from host memory
+    (aten/src/ATen/native/transformers/cuda/attention_backward.cu), and a seed that is made up ends the process.
+    """
+    names = [argument.name for argument in call.function._schema.arguments]
+    if "philox_seed" not in names or "dropout_p" not in names:
+        return call
+    place = names.index("dropout_p")
+    arguments = [*call.arguments]
+    arguments[place : place + 1] = [0.0]
+    return OpCall(call.function, tuple(arguments), call.options)
+
+
 def _shapes(call: OpCall) -> list[TensorShape]:
     leaves = pytree.tree_leaves((call.arguments, call.options), is_leaf=is_shape)
     return [leaf for leaf in leaves if is_shape(leaf)]
@@ -255,6 +270,7 @@ class OpRunner:
             signed: Its operands may be below 0, as those of products are. Others get probabilities: some operations
                 take nothing else, and on CUDA an assertion in a kernel ends the whole process.
         """
+        call = without_dropout(call)
         try:
             with torch.no_grad():
                 first_s = self._run_once(call, signed)

@@ -146,6 +146,9 @@ def trace_profile(
     if isinstance(result, dict) and (why := result.get("why_not_fake")):  # real ones failed after them in one process
         request = request.model_copy(update={"not_fake": why})
         report = run_again(zygote, _task(spec, device, request, limits), on_attempt=on_attempt, left_s=left_s).report
+    if cause_of(report) is Cause.FATAL_SIGNAL and request.timing_budget_s > 0:  # an operation by itself may crash
+        request = request.model_copy(update={"timing_budget_s": 0.0})
+        report = run_again(zygote, _task(spec, device, request, limits), on_attempt=on_attempt, left_s=left_s).report
     profile = _read_report(report, spec)
     if profile is not None:
         if known is not None:

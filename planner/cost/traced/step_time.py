@@ -30,7 +30,7 @@ from autoplan.planner.cost.states import ModelSize, StateWidths
 from autoplan.planner.cost.step import step_seconds
 from autoplan.planner.cost.traced.candidates import FP8, Candidates
 from autoplan.planner.cost.traced.memory import profile_size, profile_widths, traced_offload
-from autoplan.planner.cost.traced.rates import Rates
+from autoplan.planner.cost.traced.rates import Rates, is_aligned
 from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, VariantKey, VariantProfile
 from autoplan.strategies.techniques.sizes import RECIPES, reason_against_sizes
 
@@ -136,9 +136,11 @@ def segment_times(
     whole = candidates.compiled == COMPILES.index("model")
     for place, group in enumerate(variant.groups):
         one_s = _group_seconds(group, rates, candidates)
-        seconds = one_s * group.count
         # what lies outside the blocks stays eager where blocks are compiled
         fused = whole | ((group.segment == "block") & (candidates.compiled > 0))
+        if group.kind == "matmul":  # Inductor pads operands (torch/_inductor/fx_passes/pad_mm.py)
+            one_s = np.where(fused, one_s / _misaligned(group, rates, candidates), one_s)
+        seconds = one_s * group.count
         if group.kind == "memory":
             if rates.device == "cpu" and group.measured_s is not None:
                 left = seconds * FUSED_WORK[candidates.compiled]
@@ -202,7 +204,24 @@ def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
         return np.asarray(flops / rates.attention_rate(group.dtype))
     if not np.any(group.m.at(1.0)):
         return np.asarray(flops / rates.matmul_fit(group.dtype).flops_per_s)
-    return _product_seconds(group, rates, candidates)
+    return _product_seconds(group, rates, candidates) * _misaligned(group, rates, candidates)
+
+
+def _misaligned(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
+    """By how much a product takes longer since a size of its weight is not aligned; sizes of samples do not count.
+
+    The rows of operands lie one after another; a size that samples make is never the length of a row.
+    """
+    factor = np.ones(len(candidates))
+    if all(fit.misaligned == 1.0 for fit in rates.matmul.values()):
+        return factor
+    sizes = [fit.fixed for fit in (group.m, group.n, group.k) if fit.per_sample == 0]
+    if group.kind != "matmul" or is_aligned(*sizes):
+        return factor
+    for code in np.unique(candidates.precision):
+        dtype = _product_dtype(group.dtype, DTYPES[int(code)])
+        factor[candidates.precision == code] = rates.matmul_fit(dtype).misaligned
+    return factor
 
 
 def _product_seconds(group: OperationGroup, rates: Rates, candidates: Candidates, dtype: str | None = None) -> Floats:
@@ -240,7 +259,8 @@ def _tf32_share(group: OperationGroup, rates: Rates, candidates: Candidates) -> 
     in_tf32 = candidates.precision == PRECISIONS.index("tf32")
     if group.kind != "matmul" or group.dtype != "float32" or not in_tf32.any():
         return np.ones_like(candidates.micro_batch)
-    return np.where(in_tf32, _time_ratio(group, rates, candidates, "tf32", "float32"), 1.0)
+    ratio = _time_ratio(group, rates, candidates, "tf32", "float32") * _misaligned(group, rates, candidates)
+    return np.where(in_tf32, ratio, 1.0)
 
 
 def _time_ratio(group: OperationGroup, rates: Rates, c: Candidates, dtype: str, plain: str) -> Floats:
