@@ -203,6 +203,7 @@ def _without_twins(context: SearchContext) -> SearchContext:
         context.hardware.device(context.device),
         named={*options.fix, *options.bound},
         stored_in_fp32=profile.parameter_bytes >= 4 * profile.parameters,
+        sequence_length=profile.sequence_length,
         launch_over_work=context.estimator.launch_over_work,
     )
     return replace(context, space=space)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoplan.planner.records.trials import WorkLine
 from autoplan.planner.search.candidate_model import ordered, prospects
 from autoplan.planner.search.claim import LEAST_ROUNDS, claim_progress, rounds_kept, rounds_needed
 from autoplan.planner.search.next_work import (
@@ -27,7 +26,7 @@ from autoplan.planner.search.objective import devices_of
 from autoplan.planner.search.references import hand_setting, plain_configs
 from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, match_rounds, shared_rounds
 from autoplan.planner.search.setup import probe_cost_s, trace_cost_s
-from autoplan.planner.search.trial_cost import first_steps_s, parity_s
+from autoplan.planner.search.trial_cost import first_steps_s, parity_parts_s, parity_s
 from autoplan.planner.trials.measure import SLICED, Spread
 from autoplan.strategies.config import TrainingConfig
 
@@ -47,6 +46,9 @@ SLOW_MOMENTS = 1.15
 
 LEAST_CHECK_S = 2.0
 """Of any check: two processes, and the comparison of their records (2.1 s were measured of a model of 200 kB)."""
+
+CHECK_FACTORS = (0.3, 8.0)
+"""The limits of what the checks so far change: one that was disturbed, or ended early, says little of the next."""
 
 CHECK_MARGIN = 1.25
 """A check is taken to cost so many times what its parts are predicted to, until one was made here. Assumed."""
@@ -265,21 +267,19 @@ def check_s(session: Session, config: TrainingConfig) -> float:
     """Expected seconds of its parity check; 0 where it has passed one."""
     if session.store.parity_of(config) is not None:
         return 0.0
-    predicted_s = parity_s(session.trial_cost, session.parity_cost, config)
-    return max(predicted_s * _check_factor(session.store.ledger), LEAST_CHECK_S)
+    running_s, compiling_s = parity_parts_s(session.trial_cost, session.parity_cost, config)
+    return max(running_s * _check_factor(session) + compiling_s, LEAST_CHECK_S)
 
 
-def _check_factor(ledger: tuple[WorkLine, ...]) -> float:
-    """How many times what its parts are predicted to take the checks of this search took; CHECK_MARGIN before one.
-
-    A line of the ledger has what was predicted with the factor of its time.
-    """
-    factor, made = CHECK_MARGIN, list[float]()
-    for line in ledger:
-        if line.kind == "parity" and line.predicted_s > 0:
-            made.append(factor * line.seconds / line.predicted_s)
-            factor = min(max(float(np.median(made)), 0.3), 3.0)
-    return factor
+def _check_factor(session: Session) -> float:
+    """How many times what is expected, compiling apart, the checks of this search took; CHECK_MARGIN before one."""
+    made = []
+    for line in session.store.ledger:
+        if line.kind == "parity" and line.config is not None:
+            running_s, compiling_s = parity_parts_s(session.trial_cost, session.parity_cost, line.config)
+            made.append((line.seconds - compiling_s) / running_s)
+    least, most = CHECK_FACTORS
+    return min(max(float(np.median(made)), least), most) if made else CHECK_MARGIN
 
 
 def round_s(session: Session, config: TrainingConfig, look_s: float | None = None) -> float:

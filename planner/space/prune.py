@@ -54,6 +54,10 @@ PRECISION_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}
 SAME_RATE = 0.9
 """bf16 at this share of the rate of fp16, or more, is as fast: the formats have the same size and the same units."""
 
+EAGER_SHARE = 0.5
+"""Attention in single operations at less than this share of a fused kernel's rate loses, compiled or not. Measured on
+an H100: 0.12 to 0.16 in bf16, 0.43 to 0.47 in fp32."""
+
 FASTER = 1.5
 """bf16 at so many times the rate of fp32 is faster in any compiled run: the compiler fuses the casts of autocast."""
 
@@ -130,6 +134,7 @@ def without_twins(
     *,
     named: Collection[str],
     stored_in_fp32: bool,
+    sequence_length: int | None,
     launch_over_work: Callable[[ConfigTable], Floats],
 ) -> Space:
     """The space without candidates that cannot win.
@@ -139,6 +144,7 @@ def without_twins(
         device: With its measured rates.
         named: The knobs that the user fixed or bounded.
         stored_in_fp32: The parameters are; else precision=fp32 is not what it says.
+        sequence_length: Of the workload; None: samples are no sequences.
         launch_over_work: Of configurations, the seconds in which the host launches a micro-step over those in which the
             device works at it.
     """
@@ -149,6 +155,8 @@ def without_twins(
         candidates = _without_fp16(candidates, device, found)
         if device.type == "cuda" and "compile" not in named and stored_in_fp32:
             candidates = _without_compiled_fp32(candidates, device, found)
+    if "attention" not in named and device.type == "cuda":
+        candidates = _without_eager_attention(candidates, device, sequence_length, found)
     if "compile_mode" not in named:
         candidates = _without_needless_graphs(candidates, launch_over_work, found)
     return space.narrowed(candidates, found) if found else space
@@ -204,6 +212,36 @@ def _without_compiled_fp32(candidates: ConfigTable, device: Device, found: list[
         family="precision=fp32 compile=block or model",
         limit="compiled in bf16 the same runs faster; in fp32 a compilation would be spent on what cannot win",
         by=_rates_text(rates, "bf16", "fp32"),
+        found=found,
+    )
+
+
+def _without_eager_attention(
+    candidates: ConfigTable, device: Device, sequence_length: int | None, found: list[LeftOutFamily]
+) -> ConfigTable:
+    """Drops attention in torch's single operations where the fused kernels were measured to be far faster.
+
+    It moves a matrix of length x length per head several times, and no compilation saves that. Sequences that are
+    shorter than the measured ones say nothing: there launches count.
+    """
+    shares, shortest = [], np.inf
+    for dtype in ("float32", "bfloat16"):
+        fused, single = (
+            {r.shape: r.rate.value for r in device.readings(kind, dtype) if r.rate.value and r.rate.spread is not None}
+            for kind in ("sdpa_train", "eager_attention_train")
+        )
+        shares += [single[shape] / fused[shape] for shape in fused.keys() & single.keys()]
+        shortest = min([shortest, *(shape[2] for shape in fused.keys() & single.keys())])
+    fusing = candidates.used("attention") - {"own", "eager"}
+    worst = max(shares, default=1.0)
+    if not fusing or (sequence_length or 0) < shortest or worst > EAGER_SHARE * max(0.0, 1 - doubt(device)):
+        return candidates
+    return _leave_out(
+        candidates,
+        candidates.has("attention", "eager"),
+        family="attention=eager",
+        limit="measured: training through attention in single operations is slower than through one fused kernel",
+        by=f"{worst:.0%} of the rate of sdpa at the most, over {len(shares)} measurement(s)",
         found=found,
     )
 

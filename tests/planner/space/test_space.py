@@ -323,6 +323,7 @@ def twins(
         device(spread, **rates).model_copy(update={"type": "cuda"}),
         named=named,
         stored_in_fp32=stored_in_fp32,
+        sequence_length=1024,
         launch_over_work=lambda configs: np.array([2.0 if config.micro_batch == 1 else 0.1 for config in configs]),
     )
 
@@ -374,6 +375,49 @@ def test_fp16_and_compiled_fp32_stay_where_bf16_is_slow_or_the_user_named_them(r
     space = twins(rates, **options)
     assert {config.precision for config in space.candidates} == {"fp32", "tf32", "bf16", "fp16"}
     assert {config.compile for config in space.candidates if config.precision == "fp32"} == {"off", "model"}
+
+
+def test_in_doubt_bf16_is_tried_and_fp16_is_not():
+    """The first rates of a GPU whose clock has not risen yet: fp16 comes later and looks faster."""
+    rates = {"float32": 50e12, "bfloat16": 500e12, "float16": 610e12}
+    assert "fp16" in {config.precision for config in twins(rates).candidates}
+    assert "fp16" not in {config.precision for config in twins(rates, spread=0.4).candidates}
+
+
+def attention(share: float, *, length: int, named: tuple[str, ...] = ()) -> set[str]:
+    """The kinds of attention that are left where the single operations reach a share of the fused kernel's rate."""
+    configs = [
+        TrainingConfig.model_validate({"micro_batch": 8, "attention": kind}) for kind in ("own", "eager", "sdpa")
+    ]
+    readings = tuple(
+        OperationReading.model_validate(
+            {
+                "kind": kind,
+                "dtype": dtype,
+                "shape": (8, 12, 1024, 64),
+                "seconds": {"value": 1 / rate, "unit": "s", "provenance": "measured"},
+                "rate": {"value": rate, "unit": "flop/s", "provenance": "measured", "spread": 0.01},
+            }
+        )
+        for dtype in ("float32", "bfloat16")
+        for kind, rate in (("sdpa_train", 2e13), ("eager_attention_train", share * 2e13))
+    )
+    space = without_twins(
+        Space(candidates=ConfigTable.of(configs), left_out=(), values={"attention": ("own", "eager", "sdpa")}),
+        device(0.05).model_copy(update={"type": "cuda", "operations": readings}),
+        named=named,
+        stored_in_fp32=True,
+        sequence_length=length,
+        launch_over_work=lambda configs: np.ones(len(configs)),
+    )
+    return {config.attention for config in space.candidates}
+
+
+def test_attention_in_single_operations_is_left_out_where_it_was_measured_to_lose():
+    assert attention(0.45, length=1024) == {"own", "sdpa"}
+    assert attention(0.6, length=1024) == {"own", "sdpa", "eager"}
+    assert attention(0.45, length=128) == {"own", "sdpa", "eager"}, "shorter than what was measured"
+    assert attention(0.45, length=1024, named=("attention",)) == {"own", "sdpa", "eager"}
 
 
 def test_a_model_that_is_stored_in_bf16_keeps_its_plain_precision_compiled():

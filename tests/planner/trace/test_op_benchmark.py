@@ -13,7 +13,13 @@ from autoplan.planner.cost.traced.step_time import discard_outlier_timings, meas
 from autoplan.planner.trace import op_benchmark
 from autoplan.planner.trace.linear_fit import group_key, timings_of
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, OperationGroup, VariantKey, VariantProfile
-from autoplan.planner.trace.op_benchmark import OpTiming, TimingRequest, extrapolate_call, time_operations
+from autoplan.planner.trace.op_benchmark import (
+    OpTiming,
+    TimingRequest,
+    extrapolate_call,
+    time_operations,
+    without_dropout,
+)
 from autoplan.planner.trace.op_recorder import OpCall, TensorShape
 
 ATEN = torch.ops.aten
@@ -52,6 +58,19 @@ def test_an_operation_grows_by_the_sizes_that_differ() -> None:
         4,
     )
     assert view is not None and view.arguments == (shape(8, 5), [8, 5, 1])
+
+
+def test_attention_with_dropout_is_timed_without_it() -> None:
+    """With it, the kernel reads the seed in host memory, where a seed that is made up is an address of the GPU."""
+    operands = [shape(1, 2, 8, 4)] * 4
+    call = OpCall(
+        ATEN._scaled_dot_product_efficient_attention_backward.default,
+        (*operands, None, shape(1, 2, 8, 4), shape(1, 2, 8), shape(), shape(), 0.1, [True] * 3 + [False], True),
+        {},
+    )
+    changed = without_dropout(call)
+    assert changed.arguments == (*call.arguments[:9], 0.0, *call.arguments[10:])
+    assert without_dropout(product(2)) == product(2)
 
 
 def test_operations_that_differ_in_more_than_sizes_do_not_grow() -> None:
