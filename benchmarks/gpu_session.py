@@ -1,13 +1,15 @@
 """Everything that needs a GPU, in parts that each fit one call of nine minutes, in one archive.
 
-    python -m benchmarks.gpu_session --part a --archive session.tar.gz [--wheels DIR]
-    python -m benchmarks.gpu_session --part a --archive /tmp/try.tar.gz --device cpu --small     # to try it
+    python -m benchmarks.gpu_session --part s --archive session.tar.gz [--wheels DIR]
+    python -m benchmarks.gpu_session --part a --archive try.tar.gz --device cpu --small     # to try it
 
 Each call unpacks the archive, adds what its part finds, and packs it again after every step; so a call that is cut off
 loses one step, and a part that is called again goes on. `python -m benchmarks.gpu.wheels` prints the first calls.
 
 Parts, with the seconds that their steps are expected to take (and may take) on one H100:
 
+    s   all that a user does, side by side: a look for what breaks, whose times mean nothing: the probes 25, then each
+        value of each knob on two layers, the tests marked cuda, the losses, the doctor, the examples: 190 (240)
     a   the probes 40 (90), the driver's own report 5 (30), the tests marked cuda 60 (120), three trials 165 (270):
         eager bf16; compile=model; compile_mode=reduce-overhead at accumulation 1: 270 (510)
     b1  the search for GPT-2 124M, 524,288 tokens a step: a budget of 420, at most a tenth past it: 440 (490)
@@ -38,6 +40,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,6 +82,7 @@ class Session:
     def __init__(self, archive: Path, seconds: float, device: str, *, small: bool, wheels: Path | None) -> None:
         self._ends = time.monotonic() + seconds
         self.archive, self.device, self.small = archive.resolve(), device, small
+        self._one_writes = threading.Lock()
         # always the same place: plans and stores name the files of their models by it
         self.folder = Path(tempfile.gettempdir()) / f"autoplan-gpu-{self.archive.name.split('.')[0]}"
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -120,6 +124,7 @@ class Session:
         limit_s: float,
         least_s: float = 5.0,
         environment: Mapping[str, str] | None = None,
+        folder: Path = ROOT,
     ) -> str | None:
         """Runs a command; gives what it wrote to stdout if it ended well. Without `least_s` left it is not begun."""
         seconds, began = min(self.left_s, limit_s), time.monotonic()
@@ -135,7 +140,7 @@ class Session:
                         stdout=stdout,
                         stderr=stderr,
                         timeout=seconds,
-                        cwd=ROOT,
+                        cwd=folder,
                         env={**self.environment, **(environment or {})},
                         check=False,
                     ).returncode
@@ -144,10 +149,11 @@ class Session:
                 except OSError as error:
                     status = str(error)
         taken_s = round(time.monotonic() - began, 1)
-        with open(self.path("steps.jsonl"), "a") as file:
-            file.write(json.dumps({"name": name, "command": command, "status": status, "seconds": taken_s}) + "\n")
-        print(f"[{name}] {status} after {taken_s} s", flush=True)
-        self.pack()
+        with self._one_writes:
+            with open(self.path("steps.jsonl"), "a") as file:
+                file.write(json.dumps({"name": name, "command": command, "status": status, "seconds": taken_s}) + "\n")
+            print(f"[{name}] {status} after {taken_s} s", flush=True)
+            self.pack()
         return outputs[0].read_text() if status == 0 else None
 
     def python(self, name: str, module: str, *arguments: str, **options: Any) -> str | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +49,22 @@ SMALLER: Knobs = {
     "max_window_layers": 2,
 }
 SMALL_LENGTH, SMALL_BATCH = 64, 16
-LORA = Path(__file__).resolve().parents[1] / "data" / "llama_lora.py"
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+EXAMPLES = ROOT / "examples"
+LORA = ROOT / "benchmarks" / "data" / "llama_lora.py"
+APART = ("micro_batch", "fp8")
+"""Knobs that are varied apart: one is a number, and a GPT-2 has no layers for the other."""
+
+LANE_S, VALUE_LANES = 180.0, 3
+"""Seconds of a step of a lane of part s at the most; how many lanes share the values of the knobs."""
+
+TWO_LAYERS: Knobs = {"n_layer": 2, "n_embd": 256, "n_head": 4, "n_positions": 256}
+TWO_LLAMA_LAYERS: Knobs = {
+    **{"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 8192, "max_position_embeddings": 512},
+    "rope_scaling": None,
+}
 
 CUDA_TESTS = (  # all files with a test marked cuda: to collect the whole suite takes a minute of the session
     "tests/probes/test_probes_measuring.py",
@@ -113,6 +130,96 @@ def on_device(session: Session, config: Knobs) -> Knobs:
 
 
 # The parts.
+
+
+def part_s(session: Session) -> None:
+    """All that a user does, side by side: a look for what breaks. Its times mean nothing."""
+    session.python("probe", "autoplan", "probe", "--fresh", "--json", "--device", session.device, limit_s=90)
+    lanes = {**_every_value(session), **_users(session)}
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        list(pool.map(functools.partial(_lane, session), lanes, lanes.values()))
+
+
+def _lane(session: Session, name: str, steps: Sequence[Sequence[str]]) -> None:
+    """Runs Python with each of these arguments, in a folder whose searches wait for no other lane's."""
+    folder = session.path(f"lanes/{name}")
+    (folder / "locks").mkdir(parents=True, exist_ok=True, mode=0o700)
+    environment = {"XDG_RUNTIME_DIR": str(folder / "locks")}
+    for number, arguments in enumerate(steps):
+        command = [sys.executable, *arguments]
+        session.run(f"{name}{number}", command, limit_s=LANE_S, environment=environment, folder=folder)
+
+
+def _users(session: Session) -> dict[str, list[list[str]]]:
+    """By lane: the doctor, the losses, the tests marked cuda, and the examples as their first lines say."""
+    budget = ["--budget", "20s" if session.small else "75s"]
+    search = ["-m", "autoplan", "search", "--device", session.device, *budget]
+    doctor = ["-m", "autoplan", "doctor", "--budget", "45s"]
+    run = ["-m", "autoplan", "run", "plan.json"]
+    return {
+        "doctor": [[*doctor, str(HERE / f"{name}.py")] for name in ("slow_loader", "slow_gpt")],
+        "tests": [["-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *map(str, _cuda_tests())]],
+        "losses": [["-m", "benchmarks.gpu.losses", "--device", session.device]],
+        "tutorial": [
+            [*search, "--model", f"{EXAMPLES}/tutorial.py:workload"],
+            [f"{EXAMPLES}/tutorial.py"],
+            [*run, f"{EXAMPLES}/tutorial.py"],
+            ["-m", "autoplan", "verify", "plan.json"],
+        ],
+        "images": [
+            [*search, "--model", f"{EXAMPLES}/image_classifier.py:classifier", "--global-batch", "64"],
+            [*run, f"{EXAMPLES}/apply_plan.py"],
+            ["-m", "autoplan", "export", "plan.json"],
+        ],
+        "trainers": [[f"{EXAMPLES}/{name}.py", *budget] for name in ("transformers_trainer", "lightning_module")],
+        "loops": [[f"{EXAMPLES}/{name}.py", *budget] for name in ("nanogpt", "accelerate_loop")],
+    }
+
+
+def _cuda_tests() -> list[Path]:
+    return [ROOT / name for name in CUDA_TESTS]
+
+
+def _every_value(session: Session) -> dict[str, list[list[str]]]:
+    """By lane: trials of each value of each knob at a GPT-2 of two layers, and of what a Llama alone has."""
+    from autoplan.strategies.workloads import registry
+
+    base: Knobs = {"precision": "bf16", "attention": "sdpa", "optimizer_step": "fused", "micro_batch": 8}
+    whole: Knobs = {**base, "compile": "model"}
+    varied = [{**(whole if knob == "compile_mode" else base), knob: value} for knob, value in knob_settings(session)]
+    blocks: Knobs = {**base, "compile": "block"}
+    of_llama = [{**blocks, "fp8": "tensorwise"}, {**blocks, "fp8": "rowwise"}, {**base, "kernels": "liger"}]
+    lanes = {}
+    for number in range(VALUE_LANES + 1):
+        name, sizes, configs = "gpt2", TWO_LAYERS, varied[number::VALUE_LANES]
+        if number == VALUE_LANES:
+            name, sizes, configs = "llama3.2-1b", TWO_LLAMA_LAYERS, of_llama
+        config = registry.read_config(name) | sizes
+        model = session.keep(f"models/two_layers{number}/config.json", config)
+        task = {"model": str(model), "sequence_length": 256, "global_batch": 16, "device": session.device}
+        path = session.keep(f"values{number}.task.json", {**task, "configs": configs, "deadline_s": 90.0})
+        out = session.path(f"values{number}.trials.jsonl")
+        arguments = [
+            "-m",
+            "benchmarks.gpu.trials",
+            "--task",
+            str(path),
+            "--out",
+            str(out),
+            "--seconds",
+            f"{LANE_S:.0f}",
+        ]
+        lanes[f"values{number}"] = [arguments]
+    return lanes
+
+
+def knob_settings(session: Session) -> list[tuple[str, Any]]:
+    """Each value of each knob of a run that the device has; the micro-batch and fp8 are left out."""
+    from autoplan.strategies.config import KNOBS, knob_values, knobs
+
+    facts = knobs()
+    names = [knob for knob in KNOBS if facts[knob].role == "run" and facts[knob].device in (None, session.device)]
+    return [(knob, value) for knob in names if knob not in APART for value in knob_values(knob) or ()]
 
 
 def part_a(session: Session) -> None:
@@ -186,7 +293,7 @@ def part_c(session: Session) -> None:
 
 def part_d(session: Session) -> None:
     """The allocator's segments; then one knob after another: compile modes, attention, all that the space has; fp8."""
-    from autoplan.strategies.config import KNOBS, knob_values, knobs
+    from autoplan.strategies.config import knob_values
 
     sizes = (4, 8) if session.small else (64, 128, 256)
     largest: list[Knobs] = [{**HAND, "compile": "off", "micro_batch": size} for size in sizes]
@@ -194,11 +301,10 @@ def part_d(session: Session) -> None:
     trials(session, "d.segments", "gpt2", largest, limit_s=60)
     trials(session, "d.expandable", "gpt2", largest, limit_s=60, environment=expandable)
     base: Knobs = {**HAND, "micro_batch": 8 if session.small else 32}
-    order = ["compile_mode", "attention", "compile", "precision", "loss", "optimizer_step", "checkpointing"]
-    apart = ("micro_batch", "fp8")  # GPT-2 has no layers that fp8 takes
-    others = [knob for knob in KNOBS if knob not in order and knobs()[knob].role == "run" and knob not in apart]
-    device_knobs = [knob for knob in [*order, *others] if knobs()[knob].device in (None, session.device)]
-    varied = [{**base, knob: value} for knob in device_knobs for value in knob_values(knob) or ()]
+    first = ["compile_mode", "attention", "compile", "precision", "loss", "optimizer_step", "checkpointing"]
+    settings = knob_settings(session)
+    settings.sort(key=lambda one: first.index(one[0]) if one[0] in first else len(first))
+    varied = [{**base, knob: value} for knob, value in settings]
     eager = {**base, "compile": "off"}
     varied += [{**eager, "attention": value} for value in knob_values("attention") or ()]
     trials(session, "d", "gpt2", [base, *varied], limit_s=420, deadline_s=200.0)
@@ -222,6 +328,7 @@ def part_l(session: Session) -> None:
 
 
 PARTS: Mapping[str, Callable[[Session], None]] = {
+    "s": part_s,
     "a": part_a,
     "b1": part_b1,
     "m": part_m,

@@ -17,8 +17,8 @@ from pathlib import Path
 from benchmarks.gpu_session import NEEDED
 
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-FIRST_PARTS = ("a", "b1", "m", "l", "b2")
-"""In this order: does each stage start; GPT-2 with a ledger of its search; what does not fit; the losses; by hand."""
+FIRST_PARTS = ("s", "b1", "l", "b2", "m")
+"""In this order: what breaks; GPT-2 with a ledger of its search; the losses; by hand; what does not fit."""
 
 
 def download_command(folder: Path, python: str) -> list[str]:
