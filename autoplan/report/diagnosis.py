@@ -53,6 +53,8 @@ def operation_rows(found: Diagnosis) -> facts.Rows:
         ]
         caches = ", in caches" if one.bound == "memory" and (one.of_rate or 0) > 1 else ""
         bound = "" if one.bound is None else f"{one.bound} ({one.of_rate:.0%}{caches})"
+        if one.bound == "launch" and (one.of_rate or 0) > 1:  # on a GPU
+            bound = f"launch (takes the host {one.of_rate:.1f} times as long)"
         rows.append((one.kind, f"{one.share:.0%}", f"{one.calls:,.0f}" if one.calls else "", *rates, bound))
     return facts.Rows(("operations", "share", "calls", "FLOPs", "bytes", "bound by (of its rate)"), rows)
 

@@ -42,11 +42,13 @@ class Clock:
 
     Attributes:
         skipped: Parts whose regions return at once: the cause that is removed.
+        acted: How often something was left out, or taken the other way, since a cause was removed.
         lines: Seconds and calls by part and line of the user's code, since `forget`.
         inputs: Elements that trained models were called with in this step.
     """
 
     skipped: set[str] = field(default_factory=set)
+    acted: int = 0
     lines: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
     background: Part = "loop"
     inputs: int = 0
@@ -127,6 +129,7 @@ class Clock:
             if not self.here:
                 return function(*args, **kwargs)
             if skip and part in self.skipped:
+                self.acted += 1
                 return None
             self.enter(part)
             began = time.perf_counter()

@@ -26,7 +26,7 @@ from autoplan.planner.diagnose.records import (
     exactly,
 )
 from autoplan.planner.diagnose.session import compiles_again, seen_once
-from autoplan.planner.diagnose.suspects import LEAST_GROWTH_BYTES, find_suspects
+from autoplan.planner.diagnose.suspects import LEAST_GROWTH_BYTES, NO_EFFECT, find_suspects, tried_words
 from autoplan.planner.records.trials import Interval
 from autoplan.units import format_bytes, format_seconds
 
@@ -40,6 +40,9 @@ MANY_CALLS = 100
 
 LEAST_LOOP = 0.15
 """A loop over small operations is a finding from this share on: some of it stays in whatever takes its place."""
+
+LEAST_IDLE = 0.1
+"""A GPU that waits for the host for less of the time is as good as busy: some lies between the steps of any script."""
 
 LOOP_MENDS = {
     "model": "one operation for all of them: another dimension of the tensors, nn.LSTM, index_add, padding; or "
@@ -64,6 +67,9 @@ WHAT: Mapping[str, str] = {
     "freeze": "Python's garbage collector goes over many objects in the steps",
     "threads": "the number of threads does not fit the cores",
     "fused": "the optimizer is not fused",
+    "foreach": "the optimizer steps one parameter after another",
+    "idle": "the GPU waits while the host launches operations one by one",
+    "tf32": "the matrix products run in fp32 where TF32 is faster",
     "padding": "batches are padded further than their longest sample",
     "needless_gradients": "gradients are computed that nobody uses",
     "anomaly": "the anomaly detection of autograd is on",
@@ -81,7 +87,7 @@ MEND: Mapping[str, str] = {
     "saving": "save more seldom, or in a thread of its own (torch.distributed.checkpoint.async_save)",
     "logging": "log every N steps, and print no line for each sample",
     "evaluation": "evaluate more seldom, or on fewer samples",
-    "gc": "gc.disable() before the loop, and gc.collect() between epochs",
+    "gc": "no gc.collect() in the steps; gc.disable() before the loop, and gc.collect() between epochs",
     "freeze": "gc.collect(); gc.freeze() once all is set up, before the loop; no gc.collect() in it",
     "padding": "pad each batch to its own longest sample, in collate_fn (transformers: DataCollatorWithPadding)",
     "anomaly": "remove set_detect_anomaly(True) and detect_anomaly(): they are for finding a NaN, not for training",
@@ -90,6 +96,7 @@ MEND: Mapping[str, str] = {
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
     "float64": "model.float() and inputs in fp32, where that is precise enough. Compare the losses",
     "checkpointing": "no torch.utils.checkpoint (transformers: gradient_checkpointing=False) while memory is enough",
+    "tf32": 'torch.set_float32_matmul_precision("high") before the loop. Compare the losses',
     "bf16": "run forward and loss in torch.autocast(device, torch.bfloat16); Trainer: bf16=True. Compare the losses",
 }
 
@@ -190,8 +197,9 @@ def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> 
         return f"{own}; {_part_words(seen, suspect.part)}"
     if switch == "communication":
         return exchange_words(trial, seen)
-    if switch == "bf16":
-        return f"a large product is {facts.bf16_gain or 0:.1f} times as fast in bf16 on this {facts.device}"
+    if switch in ("bf16", "tf32"):
+        name, times = ("bf16", facts.bf16_gain) if switch == "bf16" else ("TF32", facts.tf32_gain)
+        return f"a large product is {times or 0:.1f} times as fast in {name} on this {facts.device}"
     often = "" if suspect.cycle == 1 else f", about every {suspect.cycle} steps"
     return f"{_part_words(seen, suspect.part)}{often}"
 
@@ -233,6 +241,8 @@ def _mend(trial: SwitchTrial, seen: Observation, workers_were_tried: bool) -> st
             return f"OMP_NUM_THREADS={suspect.setting}, or torch.set_num_threads({suspect.setting})"
         case "fused":
             return f"{facts.optimizer}(..., fused=True)"
+        case "foreach":
+            return f"{facts.optimizer}(...) without foreach=False"
         case "needless_gradients":
             return f"requires_grad_(False) for {' and '.join(facts.needless)}; without trained layers before, no_grad()"
     return MEND[suspect.switch]
@@ -295,9 +305,10 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         share = min(0.99, facts.compile_s / seen.mean_s)
         line = _recompiled_line(seen)
         yield _estimate("recompilation", WHAT["recompilation"], _compile_words(seen), mend, share, line)
-    for loop_of in facts.repeated:
-        if loop_of.share >= LEAST_LOOP:
-            yield _small_operations(loop_of, seen)
+    loops = [one for one in facts.repeated if one.share >= LEAST_LOOP]
+    yield from (_small_operations(one, seen) for one in loops)
+    if not loops:
+        yield from _idle(answer, seen)
     if facts.throttled >= LEAST_ESTIMATE:
         said = f"{facts.throttled:.0%} of the time this process stood still"
         mend = "raise the container's limit, or use fewer threads and workers"
@@ -324,6 +335,32 @@ def _small_operations(found: Repeated, seen: Observation) -> Finding:
     finding = _estimate("small_operations", WHAT["small_operations"], said, mend, share, found.line)
     gain = Interval(median=(low * high) ** 0.5, low=low, high=high, samples=1)
     return finding.model_copy(update={"gain": gain})
+
+
+def _idle(answer: Answer, seen: Observation) -> Iterator[Finding]:
+    """A GPU that the host does not keep busy with forward, backward and optimizer: all of that could go at the most.
+
+    Other waits (for data, copies, saving and so on) have findings of their own, and are taken off. The step is the
+    shortest that was measured: while the first steps are looked at, the host is slower.
+    """
+    *kinds, last = seen.operations or (None,)
+    facts = seen.facts
+    if last is None or last.kind != "device idle" or last.share <= 0 or facts.exchange is not None:
+        return
+    busy_s = last.seconds / last.share - last.seconds
+    as_is = [statistics.median(one for one, _ in trial.pairs) for trial in answer.trials if trial.pairs]
+    step_s = min([seen.step_s.median, *as_is])
+    work: tuple[Part, ...] = ("forward", "loss", "backward", "optimizer")
+    others_s = sum(one.seconds for one in seen.parts if one.part not in work)
+    share = min(step_s - busy_s - others_s, sum(one.seconds for one in seen.parts if one.part in work)) / step_s
+    if share < LEAST_IDLE:
+        return
+    calls = sum(one.calls for one in kinds if one is not None)
+    said = f"it is idle for {share:.0%} of the time in forward, backward and optimizer; {calls:,.0f} operations a step"
+    said += "" if facts.compiled else "; nothing is compiled"
+    mend = "" if facts.compiled else "torch.compile(model), "
+    mend += 'mode="reduce-overhead" where shapes are fixed; more samples in a step, if memory allows'
+    yield _estimate("idle", WHAT["idle"], said, mend, share, None)
 
 
 def _compile_words(seen: Observation) -> str:
@@ -402,9 +439,12 @@ def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding], faile
     said = []
     tested = [trial for trial in answer.trials if trial.pairs and (len(trial.pairs) >= LEAST_PAIRS or is_slower(trial))]
     whole = {trial.suspect.key for trial in tested}
-    short = [one.key for one in find_suspects(seen) if one.key not in {*whole, *failed}]
+    without_effect = [one.suspect.key for one in answer.trials if one.why_not == NO_EFFECT]
+    short = [one.key for one in find_suspects(seen) if one.key not in {*whole, *failed, *without_effect}]
     if short:
-        said.append(f"not measured, the time was too short: {', '.join(short)}; a larger --budget measures it")
+        words = ", ".join(map(tried_words, short))
+        said.append(f"not measured, the time was too short: {words}; a larger --budget measures it")
+    said += [f"could not be tried: {tried_words(key)} ({NO_EFFECT})" for key in without_effect]
     for part, seconds in seen_once(seen).items():
         took = format_seconds(seconds)
         said.append(f"{part} was seen once in {seen.steps} steps ({took}): a larger --budget tells how often")
@@ -417,15 +457,19 @@ def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding], faile
     for trial in tested:
         if trial.suspect.switch in known:
             continue
-        gain = gain_of(trial, chosen_from=len(tested))
-        said.append(
-            f"{trial.suspect.key} was tried: slower"
-            if gain is None
-            else f"{trial.suspect.key} was tried: {gain.median:.2f} times as fast ({gain.low:.2f} to {gain.high:.2f})"
-        )
+        said.append(f"tried: {tried_words(trial.suspect.key)}: {_tried(trial, len(tested))}")
     said += _memory_notes(seen, any(one.cause == "graphs" for one in causes))
     if seen.facts.graph_breaks:
         said.append(f"torch.compile has graph breaks: {'; '.join(seen.facts.graph_breaks)}")
     if answer.refused:
         said.append(f"not written: {', '.join(answer.refused)}")
     return said
+
+
+def _tried(trial: SwitchTrial, chosen_from: int) -> str:
+    """`1.00 times as fast (0.87 to 1.15)`; of what was so slow that it was ended, the times of a step."""
+    gain = gain_of(trial, chosen_from=chosen_from)
+    if gain is None:
+        as_is, without = (statistics.median(pair[place] for pair in trial.pairs) for place in (0, 1))
+        return f"slower, {format_seconds(without)} a step beside {format_seconds(as_is)}"
+    return f"{gain.median:.2f} times as fast ({gain.low:.2f} to {gain.high:.2f})"

@@ -80,6 +80,7 @@ class Hooks:
         kept: Names of the user's that keep graphs; `cut`: take them off after each step, since these lengths.
         recomputed: Calls of torch.utils.checkpoint; with `keeps_activations` they compute nothing again.
         left_out: Parameters that the optimizer passes over.
+        collections: Of Python's garbage collector, since they were removed.
     """
 
     def __init__(self, clock: Clock, sandbox: Sandbox, on_step: Callable[[], None]) -> None:
@@ -93,6 +94,7 @@ class Hooks:
         self.cut: dict[str, int] | None = None
         self.recomputed, self.keeps_activations = 0, False
         self.left_out: list[torch.nn.Parameter] = []
+        self.collections = 0
         self._trained: set[int] | None = None
         self._missed = 0
         self._depth = 0
@@ -213,6 +215,7 @@ class Hooks:
                 return function(run, *args, **kwargs)
             self.recomputed += self.clock.here
             if self.keeps_activations:
+                self.clock.acted += 1
                 return run(*args, **{name: one for name, one in kwargs.items() if name not in OF_CHECKPOINT})
             return function(run, *args, **kwargs)
 
@@ -273,6 +276,7 @@ class Hooks:
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:
         if self.clock.here:
             if phase == "start":
+                self.collections += 1
                 self._collecting = time.perf_counter()
                 self.clock.enter("gc")
             else:
@@ -379,13 +383,14 @@ class LoaderHooks:
 
     def instead(self, loader: Any) -> Any:
         """A batch that does not come from the script's loader."""
+        self.clock.acted += 1
         self.clock.enter("data")
         try:
             if self.workers:
                 return self._from_workers(loader)
             self._next += 1
             batch = self.batches[self._next % len(self.batches)]
-            return cropped(batch) if self.crop else shallow(batch)
+            return self._cropped(batch) if self.crop else shallow(batch)
         finally:
             self.clock.leave()
 
@@ -426,10 +431,15 @@ class LoaderHooks:
         self.batches.append(shallow(batch))
         if len(self.padding) < 20:
             self.padding.append(padding_share(batch))
-        return cropped(batch) if self.crop else batch
+        return self._cropped(batch) if self.crop else batch
+
+    def _cropped(self, batch: Any) -> Any:
+        self.clock.acted += padding_share(batch) > 0
+        return cropped(batch)
 
     def _once(self, iterator: Any, function: Callable[..., Any]) -> Any:
         """One batch of an evaluation that is left out."""
+        self.clock.acted += 1
         if iterator not in self._fresh:
             raise StopIteration
         self._fresh.discard(iterator)
@@ -663,6 +673,7 @@ class ModuleHooks:
         self.low_precision = self.low_precision or torch.is_autocast_enabled(self.device)
         try:
             if self.autocast:
+                clock.acted += 1
                 with torch.autocast(self.device, torch.bfloat16):
                     return function(module, *args, **kwargs)
             return function(module, *args, **kwargs)
@@ -678,6 +689,7 @@ class ModuleHooks:
         try:
             key = id(module), _shapes((args, kwargs))
             if "evaluation" in clock.skipped and key in self._outputs:
+                clock.acted += 1
                 return self._outputs[key]
             output = function(module, *args, **kwargs)
             if "evaluation" in clock.skipped:

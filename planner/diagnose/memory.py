@@ -124,6 +124,8 @@ def find_kept(before: dict[tuple[str, str], int], steps: int) -> list[Kept]:
         graphs = any(one.grad_fn is not None for one in new)
         line = line_that_grows(now.file, now.name)
         is_sum = isinstance(now.value, torch.Tensor)
+        if is_sum and line is None:
+            continue  # it is made anew in each step, this time from more operations: of a longer sequence
         found.append(Kept(name=now.name, line=line, graphs=graphs, is_sum=is_sum))
     return found
 
@@ -191,7 +193,8 @@ def line_that_grows(file: str, name: str) -> str | None:
         if isinstance(node, ast.AugAssign):
             return is_it(node.target)
         if isinstance(node, ast.Assign):
-            own = any(is_it(one) for one in node.targets) and any(map(is_it, ast.walk(node.value)))
+            targets = [one for target in node.targets for one in getattr(target, "elts", [target])]
+            own = any(map(is_it, targets)) and any(map(is_it, ast.walk(node.value)))
             return own or any(isinstance(one, ast.Subscript) and is_it(one.value) for one in node.targets)
         return False
 

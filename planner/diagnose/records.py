@@ -90,8 +90,8 @@ class Stack(Record):
 
 
 class Rates(Record):
-    """What the device reaches in the script's process: FLOP/s of a large product by dtype, bytes/s of a copy beyond the
-    caches, the host's seconds for one small operation."""
+    """What the device reaches in the script's process: FLOP/s of a large product by dtype (of `tf32` too, where the
+    script has not set it), bytes/s of a copy beyond the caches, the host's seconds for one small operation."""
 
     flops_per_s: dict[str, float]
     bytes_per_s: float | None
@@ -198,6 +198,8 @@ class Facts(Record):
     cores: int
     optimizer: str
     can_fuse: bool
+    can_foreach: bool = False
+    """Whether it steps one parameter after another, and could go over lists of them."""
     loader: LoaderFacts | None = None
     padding: float = 0.0
     """Share of the positions of a batch that are padding for all its samples."""
@@ -217,6 +219,10 @@ class Facts(Record):
     bf16_gain: float | None = None
     """How much faster a large matrix product is in bf16 than in fp32; None: the script has bf16 or fp16 already, or the
     processor no instructions for it."""
+    tf32_gain: float | None = None
+    """The same of TF32; None, too, where the device has none, or the script uses it."""
+    compiled: bool = False
+    """Whether torch.compile has compiled anything."""
     rates: Rates | None = None
     throttled: float = 0.0
     """Share of the time in which the limit on CPU time of the cgroup stopped this process."""

@@ -66,6 +66,9 @@ SIZES = {"double": 8, "long": 8, "long int": 8, "c10::BFloat16": 2, "c10::Half":
 ROUNDED_US = 0.3
 """Times of a trace count from 1970 in older versions: as floats they are rounded to a quarter of a microsecond."""
 
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of a trace that are work of the device."""
+
 SHAPES = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
 """What a trace with shapes knows of arguments."""
 
@@ -81,6 +84,12 @@ def measure_rates(device: str, dtypes: Sequence[str]) -> Rates:
     shape = (CUDA_BRIEF_SHAPES if device == "cuda" else CPU_BRIEF_SHAPES)[-1]
     with torch.random.fork_rng(), torch.no_grad():
         products = {dtype: _rate(matmul(place, dtype, shape), place) for dtype in dtypes}
+        if device == "cuda" and torch.get_float32_matmul_precision() == "highest":
+            torch.set_float32_matmul_precision("high")
+            try:
+                products["tf32"] = _rate(matmul(place, "float32", shape), place)
+            finally:
+                torch.set_float32_matmul_precision("highest")
         copy = next(one for one in bandwidth_operations(place, cache_bytes=None) if one.kind == "copy")
         return Rates(
             flops_per_s={dtype: rate for dtype, rate in products.items() if rate is not None},
@@ -129,34 +138,55 @@ class _Sum:
     backwards: int = 0
 
 
-def read_operations(trace: Mapping[str, Any], steps: int, whole_s: float, rates: Rates) -> tuple[Operations, ...]:
+def read_operations(
+    trace: Mapping[str, Any], steps: int, whole_s: float, rates: Rates, plain_s: float | None = None
+) -> tuple[Operations, ...]:
     """The kinds of operations of a trace, that of most time first; what is between them last.
+
+    On a GPU the host is slower while it is traced, and the kernels are not: there the shares are those of as many steps
+    that were not traced, and idle is what no kernel or copy of the device fills.
 
     Args:
         trace: Chrome's format, with the shapes of the inputs.
         steps: How many steps it has.
         whole_s: Seconds of these steps.
         rates: What the device reaches.
+        plain_s: Seconds of as many steps that are not traced; None: not known.
     """
     events = [one for one in trace.get("traceEvents", ()) if one.get("ph") == "X"]
     on_device: dict[Any, float] = defaultdict(float)
     for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+        if event.get("cat") in DEVICE:
             on_device[event.get("args", {}).get("External id")] += event["dur"] / 1e6
+    busy_s = _busy_s(events)
+    if on_device and plain_s is not None:
+        whole_s = max(busy_s, min(whole_s, plain_s))
     sums: dict[str, _Sum] = defaultdict(_Sum)
     for call in _calls(events):
         one = sums[call.kind or _kind_outside(str(call.event["name"]))]
         own_s = max(0.0, call.event["dur"] - call.inside_us) / 1e6
-        one.seconds += on_device.get(call.event.get("args", {}).get("External id"), 0.0) if on_device else own_s
+        of_call = call.event.get("args", {}).get("External id")
+        one.seconds += on_device.pop(of_call, 0.0) if busy_s else own_s  # a trace may give an id twice
         if call.kind is not None and not call.counted:
             _count(one, call)
+    sums["other"].seconds += sum(on_device.values())  # of a graph of CUDA, whose operations did not run on the host
     found = [_operations(kind, one, steps, whole_s, rates) for kind, one in sums.items() if one.seconds > 0]
     between = Operations(
-        kind="device idle" if on_device else "between operations",
-        seconds=max(0.0, whole_s - sum(one.seconds for one in sums.values())) / steps,
-        share=max(0.0, 1 - sum(one.share for one in found)),
+        kind="device idle" if busy_s else "between operations",
+        seconds=max(0.0, whole_s - (busy_s or sum(one.seconds for one in sums.values()))) / steps,
+        share=max(0.0, 1 - (busy_s / whole_s if busy_s else sum(one.share for one in found))),
     )
     return (*sorted(found, key=lambda one: -one.seconds), between)
+
+
+def _busy_s(events: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds in which the device computed or copied: streams that do so together count once."""
+    own = [(one["ts"], one["ts"] + one["dur"]) for one in events if one.get("cat") in DEVICE]
+    busy_us, until = 0.0, -math.inf
+    for began, ended in sorted(own):
+        busy_us += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return busy_us / 1e6
 
 
 def kind_of(name: str) -> str:

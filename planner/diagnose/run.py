@@ -17,7 +17,7 @@ from autoplan.planner.diagnose.gains import LEAST_PAIRS
 from autoplan.planner.diagnose.rank_findings import notes_of_ranks, rank_times
 from autoplan.planner.diagnose.records import Answer, Diagnosis, Request, Suspect, SwitchTrial
 from autoplan.planner.diagnose.session import compiles_again
-from autoplan.planner.diagnose.suspects import find_suspects
+from autoplan.planner.diagnose.suspects import find_suspects, tried_words
 from autoplan.processes import Ended, ProcessReport, Progress, Task, Zygote, folder_prefix, limit_hit
 from autoplan.processes.cause import hanging_frame
 from autoplan.units import format_seconds, parse_duration_s, parse_memory_bytes
@@ -240,7 +240,7 @@ class _Runs:
         without = self.request.without
         if found.active is not None and (found.how == "raised" or report.ended is not Ended.FINISHED):
             why = found.error or report.describe()
-            self.notes.append(f"without {found.active} the script failed, so it was not measured: {why}")
+            self.notes.append(f"with {tried_words(found.active)} the script failed, so it was not measured: {why}")
             without = (*without, found.active)
         elif found.how == "raised":
             self.notes.append(f"the script failed after {found.steps} steps: {_at(found)}")

@@ -48,8 +48,8 @@ from autoplan.planner.diagnose.records import (
     SyncLine,
 )
 from autoplan.planner.diagnose.sandbox import Sandbox
-from autoplan.planner.diagnose.suspects import MOST_WORKERS, find_suspects, workers_suspect
-from autoplan.planner.diagnose.switches import can_fuse, remove
+from autoplan.planner.diagnose.suspects import MOST_WORKERS, NO_EFFECT, find_suspects, tried_words, workers_suspect
+from autoplan.planner.diagnose.switches import can_foreach, can_fuse, has_acted, remove
 from autoplan.planner.trials.measure import median_interval
 from autoplan.planner.verify.meter import WARM_UP_STEPS
 from autoplan.probes.cgroup import cpu_stat_path
@@ -133,6 +133,7 @@ class Session:
         self._random = random.Random(request.seed)
         self._meter = MemoryMeter()
         self._clock_is_open = False
+        self._acted = False
         self._course = self._run()
         next(self._course)
 
@@ -301,6 +302,7 @@ class Session:
             cores=max(1, len(os.sched_getaffinity(0)) // self.peers.ranks),
             optimizer=type(optimizer).__name__,
             can_fuse=can_fuse(optimizer),
+            can_foreach=can_foreach(optimizer),
             loader=found,
             padding=statistics.median(loaders.padding) if loaders.padding else 0.0,
             needless=tuple(hooks.needless()),
@@ -309,7 +311,9 @@ class Session:
             compile_s=compile_s,
             recompiled=recompile_reasons() if compile_s else (),
             graph_breaks=graph_breaks(),
-            bf16_gain=None if low else bf16_gain(rates),
+            bf16_gain=None if low else gain_in(rates, "bfloat16"),
+            tf32_gain=None if low else gain_in(rates, "tf32"),
+            compiled=compile_seconds() > 0,
             rates=rates,
             float64=any(one.dtype == torch.float64 for one in parameters),
             recomputed=hooks.recomputed / steps,
@@ -345,7 +349,7 @@ class Session:
         except ValueError:  # a name that torch did not escape
             return
         whole_s = sum(step.seconds for step in took)
-        found = roofline.read_operations(trace, steps, whole_s, seen.facts.rates)
+        found = roofline.read_operations(trace, steps, whole_s, seen.facts.rates, steps * seen.step_s.median)
         self.keep(observation=seen.model_copy(update={"operations": found}))
         if keep is not None:
             Path(keep).write_text(json.dumps(roofline.without_shapes(trace)))
@@ -371,7 +375,7 @@ class Session:
         trial = next((one for one in self.answer.trials if one.suspect.key == suspect.key), None)
         trial = trial or SwitchTrial(suspect=suspect)
         wanted = most - len(trial.pairs)
-        if wanted <= 0 or (trial.pairs and is_slower(trial)):
+        if wanted <= 0 or trial.why_not == NO_EFFECT or (trial.pairs and is_slower(trial)):
             return
         steps = block_steps(suspect, seen.mean_s)
         pair_s = (2 * steps + suspect.settle + suspect.settle_back) * seen.mean_s
@@ -380,9 +384,10 @@ class Session:
             if len(trial.pairs) < LEAST_PAIRS:
                 self._note(trial.model_copy(update={"why_not": "the time was too short for it"}))
             return
-        self._tell(f"without the cause: {suspect.key}")
+        self._tell(f"trying {tried_words(suspect.key)}")
         until = time.monotonic() + min(time_s, left_s)
         first = self._random.random() < 0.5
+        acted = bool(trial.pairs)
         for number in range(wanted):
             if number >= LEAST_PAIRS and self.peers.agree(time.monotonic() > until):
                 break
@@ -392,6 +397,7 @@ class Session:
             alone: RankBlock | None = None
             for removed in order:
                 took[removed], grew[removed], block = yield from self._block(suspect, removed, steps, seen.mean_s)
+                acted = acted or any(self.peers.gather(self._acted))
                 if removed and suspect.switch == "communication":
                     alone = rank_block(block, self.peers)
                     took[removed] = alone.lockstep_s
@@ -402,8 +408,11 @@ class Session:
             trial = trial.model_copy(update={"pairs": (*trial.pairs, (took[False], took[True]))})
             if suspect.switch == "graphs":
                 trial = trial.model_copy(update={"grew": (*trial.grew, (grew[False], grew[True]))})
+            if not acted and len(trial.pairs) >= LEAST_PAIRS:
+                self._note(SwitchTrial(suspect=suspect, why_not=NO_EFFECT))
+                break
             self._note(trial)
-            if is_slower(trial):
+            if acted and is_slower(trial):
                 self._note(trial.model_copy(update={"why_not": "it was slower"}))
                 break
         self.hooks.modules.forget()
@@ -427,6 +436,7 @@ class Session:
         synchronize()
         seconds = (time.perf_counter() - began) / len(done)
         grew = (self._meter.read_bytes() - before) / len(done)
+        self._acted = undo is not None and has_acted(self.hooks, suspect)
         if undo is not None:
             undo()
         self.answer = self.answer.model_copy(update={"active": None})
@@ -618,7 +628,7 @@ def rates_here(optimizer: torch.optim.Optimizer | None) -> Rates:
     return roofline.measure_rates(device, sorted(dtypes & set(TORCH_DTYPES)))
 
 
-def bf16_gain(rates: Rates) -> float | None:
-    """How much faster a large product is in bf16 than in fp32."""
-    fp32, bf16 = (rates.flops_per_s.get(dtype) for dtype in ("float32", "bfloat16"))
-    return bf16 / fp32 if fp32 and bf16 else None
+def gain_in(rates: Rates, dtype: str) -> float | None:
+    """How much faster a large product is in bfloat16, or in tf32, than in fp32 as the script has set it."""
+    fp32, other = (rates.flops_per_s.get(one) for one in ("float32", dtype))
+    return other / fp32 if fp32 and other else None

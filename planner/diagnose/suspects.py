@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from autoplan.planner.diagnose.records import LoaderFacts, Observation, Part, Suspect
 
@@ -16,7 +17,7 @@ LEAST_OPTIMIZER = 0.05
 """A fused optimizer saves about half of the optimizer's time, by torch's own benchmarks: less is within noise."""
 
 LEAST_BF16 = 1.3
-"""A product that is less faster than this in bf16 gains nothing in a whole step: casts cost some."""
+"""A product that is less faster than this in bf16 or TF32 gains nothing in a whole step: casts cost some."""
 
 LEAST_GROWTH_BYTES = 1 << 18
 """A step that adds less fills no memory soon: 256 KiB is 2.6 GB after 10,000 steps."""
@@ -28,6 +29,45 @@ PREFETCH = 2
 """Batches that each worker of a DataLoader makes ahead, by default."""
 
 MOST_WORKERS = 16
+
+
+CUDA_SETTLE = 3
+"""Steps until kernels of another kind are loaded, and the allocator has their blocks."""
+
+NO_EFFECT = "it did not reach the steps"
+"""Of a trial in whose blocks nothing went another way: its times say nothing."""
+
+TRIED: Mapping[str, str] = {
+    "batches": "batches that are at hand",
+    "workers": "{} workers",
+    "persistent": "workers that stay",
+    "saving": "no saving",
+    "logging": "no logging",
+    "evaluation": "no evaluation",
+    "gc": "no garbage collection",
+    "freeze": "gc.freeze()",
+    "threads": "{} threads",
+    "fused": "a fused optimizer step",
+    "foreach": "an optimizer step over lists of parameters",
+    "padding": "no padding",
+    "needless_gradients": "no needless gradients",
+    "anomaly": "no anomaly detection",
+    "float64": "fp32",
+    "unused_rows": "no unused rows in the optimizer",
+    "checkpointing": "no activation checkpointing",
+    "communication": "no exchange between ranks",
+    "graphs": "no graphs that are kept",
+    "bf16": "bf16",
+    "tf32": "TF32",
+    "recompilation": "dynamic shapes",
+}
+"""What is tried where a cause is removed."""
+
+
+def tried_words(key: str) -> str:
+    """What is tried, by the key of a suspect: `4 workers`, `no saving`."""
+    switch, _, setting = key.partition("=")
+    return TRIED[switch].format(setting)
 
 
 def find_suspects(seen: Observation) -> list[Suspect]:
@@ -107,6 +147,7 @@ def _of_parts(seen: Observation) -> list[Suspect]:
 
 def _of_process(seen: Observation) -> list[Suspect]:
     facts, found = seen.facts, []
+    settle = CUDA_SETTLE if facts.device == "cuda" else 1
     work = sum(seen.share(part) for part in ("forward", "loss", "backward", "optimizer"))
     if facts.device == "cpu" and facts.threads != facts.cores:
         worth = work * (1 - 1 / max(1, facts.threads / facts.cores, facts.cores / facts.threads)) / 2
@@ -114,7 +155,9 @@ def _of_process(seen: Observation) -> list[Suspect]:
             Suspect(switch="threads", setting=facts.cores, part="forward", worth=worth, settle=2, settle_back=2)
         )
     if facts.can_fuse and seen.share("optimizer") >= LEAST_OPTIMIZER:
-        found.append(Suspect(switch="fused", part="optimizer", worth=seen.share("optimizer") / 2))
+        found.append(Suspect(switch="fused", part="optimizer", worth=seen.share("optimizer") / 2, settle=settle))
+    elif facts.can_foreach and facts.device == "cuda" and seen.share("optimizer") >= LEAST_OPTIMIZER:
+        found.append(Suspect(switch="foreach", part="optimizer", worth=seen.share("optimizer") / 2, settle=settle))
     if facts.unused_rows and facts.exchange is None:
         worth = seen.share("optimizer") * facts.unused_share
         found.append(Suspect(switch="unused_rows", part="optimizer", worth=worth))
@@ -128,9 +171,10 @@ def _of_process(seen: Observation) -> list[Suspect]:
         found.append(Suspect(switch="needless_gradients", part="backward", worth=seen.share("backward") / 2, settle=2))
     if facts.anomaly:
         found.append(Suspect(switch="anomaly", part="backward", worth=work / 2))
-    if facts.bf16_gain is not None and facts.bf16_gain >= LEAST_BF16:
-        products = seen.share("forward") + seen.share("backward")
-        found.append(Suspect(switch="bf16", part="forward", worth=products * (1 - 1 / facts.bf16_gain) / 2))
+    for switch, times in (("tf32", facts.tf32_gain), ("bf16", facts.bf16_gain)):
+        if times is not None and times >= LEAST_BF16:
+            products = seen.share("forward") + seen.share("backward")
+            found.append(Suspect(switch=switch, part="forward", worth=products * (1 - 1 / times) / 2, settle=settle))
     if facts.exchange is not None and facts.exchange.can_go:  # what a rank costs the others shows itself only without
         found.append(Suspect(switch="communication", part="communication", worth=1.0, cycle=4, settle=2, settle_back=2))
     memory = seen.memory

@@ -1,4 +1,4 @@
-"""How each cause is removed while the script runs, and put back: `on()` removes it, `off()` undoes that.
+"""How each cause is removed while the script runs, and put back; and whether its removal reached the steps.
 
 A switch changes nothing that the user keeps: the process is ended afterwards, and nothing of it is saved.
 """
@@ -20,7 +20,14 @@ Undo = Callable[[], object]
 
 def remove(hooks: Hooks, suspect: Suspect) -> Undo:
     """Removes a cause; returns what puts it back."""
+    hooks.clock.acted = 0
     return SWITCHES[suspect.switch](hooks, suspect.setting)
+
+
+def has_acted(hooks: Hooks, suspect: Suspect) -> bool:
+    """Whether the steps since `remove` went without the cause; asked before it is put back."""
+    still = STILL_AWAY.get(suspect.switch)
+    return hooks.clock.acted > 0 if still is None else still(hooks, suspect.setting)
 
 
 def _skip(part: str) -> Callable[[Hooks, int], Undo]:
@@ -64,8 +71,18 @@ def _threads(hooks: Hooks, setting: int) -> Undo:
 
 
 def _gc(hooks: Hooks, setting: int) -> Undo:
+    """None by itself, and none that the script asks for with gc.collect()."""
+    was_on, collect = gc.isenabled(), gc.collect
     gc.disable()
-    return gc.enable
+    gc.collect = lambda *args, **kwargs: 0
+    hooks.collections = 0
+
+    def undo() -> None:
+        gc.collect = collect
+        if was_on:
+            gc.enable()
+
+    return undo
 
 
 def _freeze(hooks: Hooks, setting: int) -> Undo:
@@ -77,27 +94,57 @@ def _freeze(hooks: Hooks, setting: int) -> Undo:
 def _fused(hooks: Hooks, setting: int) -> Undo:
     """The fused step of the optimizer that marks the steps; its counts of steps go to the device of the parameters."""
     optimizer: Any = hooks.anchor
-    before = [(group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
+    put_back = _foreach(hooks, 0)
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = True, False
+    counts = {id(state): state["step"].dtype for state in _counting(optimizer)}
     for parameter, state in optimizer.state.items():
-        if isinstance(state.get("step"), torch.Tensor):
+        if id(state) in counts:
             state["step"] = state["step"].to(parameter.device, torch.float32)
 
     def undo() -> None:
-        for group, (fused, foreach) in zip(optimizer.param_groups, before, strict=True):
-            group["fused"], group["foreach"] = fused, foreach
-        for state in optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].cpu()
+        put_back()
+        for state in _counting(optimizer):
+            state["step"] = state["step"].to("cpu", counts.get(id(state)))
 
     return undo
+
+
+def _counting(optimizer: Any) -> list[dict[str, Any]]:
+    """The states whose count of steps is a tensor."""
+    return [state for state in optimizer.state.values() if isinstance(state.get("step"), torch.Tensor)]
+
+
+def _foreach(hooks: Hooks, setting: int) -> Undo:
+    """The step of the optimizer that marks the steps over lists of parameters, not one after another."""
+    optimizer: Any = hooks.anchor
+    before = [{name: group[name] for name in ("fused", "foreach") if name in group} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["foreach"] = True
+
+    def undo() -> None:
+        for group, was in zip(optimizer.param_groups, before, strict=False):
+            group.update(was)
+
+    return undo
+
+
+def _every_group(hooks: Hooks, name: str) -> bool:
+    return hooks.anchor is not None and all(group.get(name) for group in hooks.anchor.param_groups)
+
+
+def _tf32(hooks: Hooks, setting: int) -> Undo:
+    """Products of fp32 in TF32: inputs of 10 bits of mantissa, sums in fp32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    return lambda: torch.set_float32_matmul_precision(before)
 
 
 def _needless(hooks: Hooks, setting: int) -> Undo:
     parameters = [one for group in hooks.needless().values() for one in group]
     for one in parameters:
         one.requires_grad_(False)
+    hooks.clock.acted = len(parameters)
 
     def undo() -> None:
         for one in parameters:
@@ -109,6 +156,7 @@ def _needless(hooks: Hooks, setting: int) -> Undo:
 def _anomaly(hooks: Hooks, setting: int) -> Undo:
     """Off, also where the script turns it on in each step."""
     was, set_enabled = torch.is_anomaly_enabled(), torch.set_anomaly_enabled
+    hooks.modules.anomaly = False
     set_enabled(False)
     torch.set_anomaly_enabled = lambda *args, **kwargs: None
 
@@ -122,6 +170,7 @@ def _anomaly(hooks: Hooks, setting: int) -> Undo:
 def _communication(hooks: Hooks, setting: int) -> Undo:
     """No exchange: each rank goes on with its own gradients, as in `no_sync()`, and with its own tensors."""
     wrapped = wrapped_models(list(hooks.modules.called))
+    hooks.clock.acted = len(wrapped)
     before = [one.require_backward_grad_sync for one in wrapped]
     hooks.clock.skipped.add("communication")
     for one in wrapped:
@@ -170,6 +219,8 @@ SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
     "freeze": _freeze,
     "threads": _threads,
     "fused": _fused,
+    "foreach": _foreach,
+    "tf32": _tf32,
     "padding": lambda hooks, _: _set(hooks.loaders, "crop", True),
     "needless_gradients": _needless,
     "anomaly": _anomaly,
@@ -183,12 +234,61 @@ SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
 """By name: what removes a cause, given the setting of the suspect."""
 
 
+def _has_stayed(hooks: Hooks, setting: int) -> bool:
+    """Whether workers stay between epochs: those of the script's loader, or of the one that takes its place."""
+    return hooks.clock.acted > 0 or getattr(hooks.loaders.loader, "_iterator", None) is not None
+
+
+STILL_AWAY: dict[str, Callable[[Hooks, int], bool]] = {
+    "persistent": _has_stayed,
+    "gc": lambda hooks, _: hooks.collections == 0,
+    "freeze": lambda hooks, _: gc.get_freeze_count() > 0,
+    "threads": lambda hooks, setting: torch.get_num_threads() == setting,
+    "fused": lambda hooks, _: _every_group(hooks, "fused"),
+    "foreach": lambda hooks, _: _every_group(hooks, "foreach"),
+    "tf32": lambda hooks, _: torch.get_float32_matmul_precision() != "highest",
+    "needless_gradients": lambda hooks, _: hooks.clock.acted > 0 and not hooks.needless(),
+    "anomaly": lambda hooks, _: not hooks.modules.anomaly,
+    "float64": lambda hooks, _: hooks.modules.single and not _has_double(hooks.anchor),
+    "unused_rows": lambda hooks, _: bool(hooks.left_out),
+    "graphs": lambda hooks, _: bool(hooks.kept),
+}
+"""By name: whether a cause is still away, where that is a state. Of the others `Clock.acted` counts what was left out.
+"""
+
+
+def _has_double(optimizer: torch.optim.Optimizer | None) -> bool:
+    groups = optimizer.param_groups if optimizer is not None else []
+    return any(one.dtype == torch.float64 for group in groups for one in group["params"])
+
+
 def can_fuse(optimizer: Any) -> bool:
-    """Whether the optimizer has a fused step here, and does not use it."""
+    """Whether the optimizer has a fused step here, and does not use it. Adagrad's is for the CPU alone."""
     kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
     if type(optimizer) not in kinds or any(group.get("fused") for group in optimizer.param_groups):
         return False
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    plain = all(one.is_floating_point() and one.device.type in ("cpu", "cuda") for one in parameters)
+    devices = ("cpu",) if type(optimizer) is torch.optim.Adagrad else ("cpu", "cuda")
+    plain = all(one.is_floating_point() and one.device.type in devices for one in parameters)
+    return plain and _is_ordinary(optimizer, parameters)
+
+
+def can_foreach(optimizer: Any) -> bool:
+    """Whether the optimizer steps one parameter after another, and could go over lists of them.
+
+    It does so by itself on CUDA, unless it was made with foreach=False; on a CPU lists gain nothing.
+    """
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    parameters = [one for group in groups for one in group["params"]]
+    if not type(optimizer).__module__.startswith("torch.optim.") or any(group.get("fused") for group in groups):
+        return False
+    loops = any(group.get("foreach", True) is False for group in groups)
+    numbers = not any(isinstance(group.get("lr"), torch.Tensor) for group in groups)
+    return loops and numbers and _is_ordinary(optimizer, parameters)
+
+
+def _is_ordinary(optimizer: Any, parameters: list[torch.Tensor]) -> bool:
+    """Whether nothing about it rules a fused step, or one over lists, out."""
     flags = ("differentiable", "capturable")
-    return plain and not any(group.get(flag) for group in optimizer.param_groups for flag in flags)
+    sparse = any(one.grad is not None and one.grad.is_sparse for one in parameters)
+    return not sparse and not any(group.get(flag) for group in optimizer.param_groups for flag in flags)

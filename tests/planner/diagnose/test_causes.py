@@ -125,9 +125,26 @@ def test_ctrl_c_ends_the_command_and_leaves_nothing_running() -> None:
 @pytest.mark.timing
 def test_a_script_that_needs_what_was_removed_is_run_again_with_it() -> None:
     found = diagnose("fragile.py", budget=30.0)
-    assert any("without saving the script failed" in note for note in found.notes)
+    assert any("with no saving the script failed" in note for note in found.notes)
     assert [one.measured for one in found.findings if one.cause == "saving"] == [False]
     assert not Path("fragile.pt").exists()
+
+
+def test_what_a_script_takes_back_is_said_and_is_no_measurement() -> None:
+    found = diagnose("takes_back.py", budget=15.0)
+    assert "could not be tried: a fused optimizer step (it did not reach the steps)" in found.notes, found.notes
+    assert not any("fused" in note and "times as fast" in note for note in found.notes)
+    assert not any(one.cause == "fused" for one in found.findings)
+
+
+@pytest.mark.timing
+def test_collections_that_the_script_asks_for_can_be_removed() -> None:
+    found = diagnose("collects.py", budget=25.0)
+    first = found.findings[0]
+    assert first.cause in ("gc", "freeze") and first.measured and first.line == "collects.py:16"
+    assert all(
+        as_is > 3 * without for one in found.tested if one.suspect.switch == "gc" for as_is, without in one.pairs
+    )
 
 
 def test_no_net_of_two_optimizers_is_taken_for_one_that_nobody_trains() -> None:

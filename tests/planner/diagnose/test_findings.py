@@ -17,13 +17,15 @@ from autoplan.planner.diagnose.records import (
     Facts,
     LoaderFacts,
     Observation,
+    Operations,
     PartTime,
     Stack,
     Suspect,
     SwitchTrial,
 )
 from autoplan.planner.diagnose.session import line_of_samples, seen_once
-from autoplan.planner.diagnose.suspects import find_suspects
+from autoplan.planner.diagnose.suspects import NO_EFFECT, TRIED, find_suspects, tried_words
+from autoplan.planner.diagnose.switches import STILL_AWAY, SWITCHES
 from autoplan.planner.records.trials import Interval
 
 STEP = Interval(median=0.1, low=0.1, high=0.1, samples=20)
@@ -130,8 +132,83 @@ def test_workers_that_stay_are_the_mend_unless_more_of_them_give_much_more() -> 
 def test_what_failed_is_not_said_to_have_had_no_time() -> None:
     seen = observation(needless=("Teacher",))
     answer = Answer(observation=seen, trials=(trial("batches", 0.04), trial("workers", 0.07, 2)))
-    assert any("too short: needless_gradients" in note for note in notes_of(answer, seen, ()))
+    assert any("too short: no needless gradients" in note for note in notes_of(answer, seen, ()))
     assert not any("too short" in note for note in notes_of(answer, seen, (), failed=("needless_gradients",)))
+
+
+def on_a_gpu(idle: float, *, data_s: float = 0.0, compiled: bool = False) -> Observation:
+    """Steps of 64 ms as an H100 showed them of GPT-2 in fp32; the device is idle for a share of them."""
+    seconds = {"optimizer": 0.023, "backward": 0.021, "forward": 0.018, "copy": 0.0007, "loop": 0.0004, "data": data_s}
+    step_s = sum(seconds.values())
+    busy_s = (1 - idle) * step_s
+    return observation().model_copy(
+        update={
+            "step_s": Interval(median=step_s, low=step_s, high=step_s, samples=20),
+            "mean_s": step_s,
+            "parts": tuple(
+                PartTime(part=part, seconds=s, low=s, high=s, share=s / step_s, events=20)  # type: ignore[arg-type]
+                for part, s in seconds.items()
+                if s
+            ),
+            "facts": Facts(
+                device="cuda", threads=8, cores=16, optimizer="AdamW", can_fuse=True, can_foreach=True,
+                bf16_gain=9.0, tf32_gain=6.0, compiled=compiled,
+            ),
+            "operations": (
+                Operations(kind="matrix products", seconds=busy_s, share=1 - idle, calls=465),
+                Operations(kind="device idle", seconds=step_s - busy_s, share=idle),
+            ),
+        }
+    )  # fmt: skip
+
+
+def test_a_gpu_that_waits_for_the_host_is_named_with_compiling_as_the_mend() -> None:
+    seen = on_a_gpu(0.42)
+    (found,) = find_causes(Answer(observation=seen))
+    assert (found.cause, found.measured) == ("idle", False)
+    assert "465 operations a step; nothing is compiled" in found.evidence and found.mend.startswith("torch.compile(")
+    assert 1.6 < found.gain.median < 1 / (1 - 0.42)
+    (found,) = find_causes(Answer(observation=on_a_gpu(0.42, compiled=True)))
+    assert found.mend.startswith('mode="reduce-overhead"') and "nothing is compiled" not in found.evidence
+
+
+def test_a_gpu_that_is_busy_or_waits_for_something_else_gets_no_such_finding() -> None:
+    assert find_causes(Answer(observation=on_a_gpu(0.08))) == []
+    assert find_causes(Answer(observation=on_a_gpu(0.95, data_s=1.0))) == []  # it waits for batches
+    faster = tuple((0.039 + 0.0001 * n, 0.039) for n in range(4))  # as it is, once nothing looks at the steps
+    one = SwitchTrial(suspect=Suspect(switch="fused", part="optimizer", worth=0.2), pairs=faster)
+    assert find_causes(Answer(observation=on_a_gpu(0.42), trials=(one,))) == []
+
+
+def test_on_a_gpu_tf32_is_tried_and_a_step_over_lists_where_there_is_no_fused_one() -> None:
+    seen = on_a_gpu(0.1)
+    suspects = {one.key: one for one in find_suspects(seen)}
+    assert {"tf32", "bf16", "fused"} == {*suspects} and suspects["bf16"].settle > 1
+    facts = seen.facts.model_copy(update={"can_fuse": False, "bf16_gain": None, "tf32_gain": None})
+    assert [one.key for one in find_suspects(seen.model_copy(update={"facts": facts}))] == ["foreach"]
+    on_cpu = facts.model_copy(update={"device": "cpu", "threads": 16})
+    assert find_suspects(seen.model_copy(update={"facts": on_cpu})) == []
+    gains = (trial("tf32", 0.05), trial("foreach", 0.07))
+    first, second = find_causes(Answer(observation=seen, trials=gains))
+    assert first.cause == "tf32" and "6.0 times as fast in TF32" in first.evidence
+    assert second.mend == "AdamW(...) without foreach=False"
+
+
+def test_what_did_not_reach_the_steps_is_said_and_is_no_time() -> None:
+    seen = on_a_gpu(0.05)
+    none = SwitchTrial(suspect=Suspect(switch="fused", part="optimizer", worth=0.2), why_not=NO_EFFECT)
+    slow = SwitchTrial(suspect=Suspect(switch="bf16", part="forward", worth=0.2), pairs=((0.06, 0.2),))
+    notes = notes_of(Answer(observation=seen, trials=(none, slow)), seen, ())
+    assert "could not be tried: a fused optimizer step (it did not reach the steps)" in notes
+    assert "tried: bf16: slower, 200 ms a step beside 60.0 ms" in notes
+    assert not any("times as fast" in one for one in notes)
+    assert any(one.startswith("not measured, the time was too short: TF32;") for one in notes)
+
+
+def test_there_are_words_for_everything_that_is_removed() -> None:
+    assert {*SWITCHES, "recompilation"} == {*TRIED}
+    assert {*STILL_AWAY} <= {*SWITCHES}
+    assert tried_words("workers=4") == "4 workers"
 
 
 class Own(Dataset[int]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from autoplan.planner.diagnose.clock import Clock
 from autoplan.planner.diagnose.hooks import Hooks, LoaderHooks, in_single
 from autoplan.planner.diagnose.records import Suspect
 from autoplan.planner.diagnose.sandbox import Sandbox
-from autoplan.planner.diagnose.switches import Undo, remove
+from autoplan.planner.diagnose.switches import Undo, can_foreach, can_fuse, has_acted, remove
 
 
 def hooks_in(folder: Path) -> Hooks:
@@ -146,3 +148,117 @@ def test_a_model_in_fp64_trains_in_fp32_while_that_is_removed(tmp_path: Path) ->
     assert not hooks.modules.single and dtypes() == {torch.float64}
     assert optimizer.state[model[0].weight]["step"].dtype == torch.float32  # as it was
     step(False)
+
+
+Made = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def steps_of(make: Made, switch: str | None, folder: Path) -> tuple[list[set[str]], torch.optim.Optimizer]:
+    """Nine steps, of which the fourth to sixth go without a cause: the optimizer's operations in each of the three."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5))]
+    hooks, optimizer, seen = hooks_in(folder), make(parameters), []
+    hooks.anchor = optimizer
+    suspect = Suspect(switch=switch or "gc", part="optimizer", worth=0.5)
+    for number in range(9):
+        if number % 3 == 0:
+            undo = remove(hooks, suspect) if switch and number == 3 else lambda: None
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            profiler.start()
+        for one in parameters:
+            one.grad = torch.randn_like(one)
+        optimizer.step()
+        if number % 3 == 2:
+            profiler.stop()
+            seen.append({event.name for event in profiler.events()})
+            if switch and number == 5:
+                assert has_acted(hooks, suspect)
+            undo()
+    return seen, optimizer
+
+
+@pytest.mark.parametrize(
+    ("switch", "operation", "make"),
+    [
+        ("fused", "aten::_fused_adamw_", lambda given: torch.optim.AdamW(given, foreach=False)),
+        ("fused", "aten::_fused_adamw_", lambda given: torch.optim.AdamW(given)),
+        ("fused", "aten::_fused_adam_", lambda given: torch.optim.Adam(given, amsgrad=True)),
+        ("fused", "aten::_fused_sgd_", lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9)),
+        ("fused", "aten::_fused_adagrad_", lambda given: torch.optim.Adagrad(given, lr=0.1)),
+        ("foreach", "aten::_foreach_addcdiv_", lambda given: torch.optim.NAdam(given, foreach=False)),
+        ("foreach", "aten::_foreach_addcdiv_", lambda given: torch.optim.RMSprop(given, foreach=False)),
+        ("foreach", "aten::_foreach_add_", lambda given: torch.optim.SGD(given, lr=0.1, foreach=False)),
+    ],
+)
+def test_an_optimizer_that_has_stepped_takes_the_other_step_and_goes_on_as_before(
+    switch: str, operation: str, make: Made, tmp_path: Path
+) -> None:
+    (before, removed, after), other = steps_of(make, switch, tmp_path)
+    assert operation in removed and operation not in before | after
+    _, plain = steps_of(make, None, tmp_path)
+    groups = [{name: one for name, one in of.param_groups[0].items() if name != "params"} for of in (other, plain)]
+    assert groups[0] == groups[1]
+    for one, same in zip(other.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(one, same)
+        assert other.state[one].keys() == plain.state[same].keys()
+        for name, value in plain.state[same].items():
+            torch.testing.assert_close(other.state[one][name], value)  # its dtype and device too
+
+
+def test_which_optimizers_have_another_step() -> None:
+    one = nn.Parameter(torch.randn(3))
+    assert can_fuse(torch.optim.AdamW([one])) and not can_fuse(torch.optim.AdamW([one], fused=True))
+    assert not can_fuse(torch.optim.RMSprop([one])) and not can_fuse(torch.optim.AdamW([one], capturable=True))
+    assert can_foreach(torch.optim.RMSprop([one], foreach=False)) and not can_foreach(torch.optim.RMSprop([one]))
+    assert not can_foreach(torch.optim.AdamW([one], fused=True)) and not can_foreach(None)
+    assert not can_foreach(torch.optim.Adam([one], lr=torch.tensor(0.1), foreach=False))
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    assert not can_fuse(torch.optim.SGD(table.parameters(), lr=0.1))
+
+
+def test_a_removal_that_the_script_takes_back_has_not_acted(tmp_path: Path) -> None:
+    hooks = hooks_in(tmp_path)
+    hooks.anchor = torch.optim.AdamW([nn.Parameter(torch.randn(3))], foreach=False)
+    suspect = Suspect(switch="fused", part="optimizer", worth=0.5)
+    undo = remove(hooks, suspect)
+    assert has_acted(hooks, suspect)
+    hooks.anchor.param_groups[0]["fused"] = False
+    assert not has_acted(hooks, suspect)
+    undo()
+    saving = Suspect(switch="saving", part="saving", worth=0.5)
+    save = hooks.clock.region(lambda: 1, "saving")
+    undo = remove(hooks, saving)
+    assert not has_acted(hooks, saving)  # nothing was to be saved
+    assert save() is None and has_acted(hooks, saving)
+    undo()
+    assert save() == 1
+    needless = Suspect(switch="needless_gradients", part="backward", worth=0.5)
+    remove(hooks, needless)()
+    assert not has_acted(hooks, needless)  # there are none
+    batches = Suspect(switch="batches", part="data", worth=0.5)
+    undo = remove(hooks, batches)
+    assert not hooks.loaders.gives_instead and not has_acted(hooks, batches)  # none is at hand
+    undo()
+
+
+def test_collections_that_the_script_asks_for_are_left_out_too(tmp_path: Path) -> None:
+    hooks, cause = hooks_in(tmp_path), Suspect(switch="gc", part="gc", worth=0.5)
+    gc.callbacks.append(hooks._on_gc)
+    collect = gc.collect
+    try:
+        undo = remove(hooks, cause)
+        assert gc.collect() == 0 and not gc.isenabled() and has_acted(hooks, cause)
+        collect()  # a script that has its own name for it
+        assert not has_acted(hooks, cause)
+        undo()
+        assert gc.isenabled() and gc.collect is collect
+    finally:
+        gc.callbacks.remove(hooks._on_gc)
+
+
+def test_tf32_is_taken_back(tmp_path: Path) -> None:
+    undo = without(hooks_in(tmp_path), "tf32")
+    assert torch.get_float32_matmul_precision() == "high"
+    undo()
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -23,7 +23,7 @@ def test_memory_grows_only_if_it_goes_on_growing() -> None:
 @pytest.mark.parametrize(
     "line",
     ["losses.append(loss)", "losses += loss", "self.losses.extend([loss])", "losses = losses + loss",
-     "losses[step] = loss", "losses['train'].append(loss)"],
+     "losses[step] = loss", "losses['train'].append(loss)", "out, losses = cell(x, losses)"],
 )  # fmt: skip
 def test_the_line_that_adds_to_a_name(tmp_path: Path, line: str) -> None:
     (tmp_path / "train.py").write_text(f"losses = []\nother.append(losses)\n{line}\n")
@@ -50,6 +50,18 @@ def test_lists_and_sums_that_keep_graphs_are_found_and_cut() -> None:
     cut_graphs(("kept", "total"), since)
     assert [one.grad_fn is None for one in kept] == [False] * 5 + [True] * 5
     assert total.grad_fn is None and since["kept"] == 10
+
+
+def test_a_graph_of_a_longer_sequence_is_no_sum() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    loss = weight.sum()
+    before = sizes_of_names()
+    for step in range(20):
+        states = [weight]
+        for _ in range(step):
+            states[0] = states[0].sin()
+        loss = states[0].sum()
+    assert loss.grad_fn is not None and "loss" not in {one.name for one in find_kept(before, 10)}
 
 
 def test_what_comes_each_fourth_step_has_that_cycle() -> None:

@@ -60,6 +60,32 @@ def test_on_a_gpu_the_time_is_that_of_the_kernels() -> None:
     assert found["device idle"].share == pytest.approx(0.6)
 
 
+def test_on_a_gpu_shares_are_of_steps_that_were_not_traced() -> None:
+    """Tracing makes the host slower: 10 ms, of which kernels fill 5, where the step takes 6."""
+    events = (
+        event("aten::mm", 0, 5, [100, 100], [100, 100], external=7),
+        event("gemm", 3, 4000, cat="kernel", external=7),
+        event("gemm", 1003, 4000, cat="kernel", external=7),  # beside it, in another stream
+        event("copy", 9000, 0, cat="gpu_memcpy", external=8),
+    )
+    found = {one.kind: one for one in read_operations({"traceEvents": list(events)}, 1, 0.01, RATES, plain_s=0.006)}
+    idle = found["device idle"]
+    assert idle.share == pytest.approx(1 / 6) and idle.seconds == pytest.approx(1e-3)
+    assert idle.seconds / idle.share - idle.seconds == pytest.approx(5e-3)
+    found = {one.kind: one for one in read_operations({"traceEvents": list(events)}, 1, 0.01, RATES, plain_s=0.004)}
+    assert found["device idle"].share == 0
+
+
+def test_kernels_of_a_graph_that_no_operation_launched_are_no_idle_time() -> None:
+    found = read(
+        event("aten::copy_", 0, 5, [10], [10], external=7),
+        event("Memcpy", 3, 1000, cat="gpu_memcpy", external=7),
+        event("gemm", 2000, 5000, cat="kernel", external=99),
+        whole_s=0.01,
+    )
+    assert found["other"].share == pytest.approx(0.5) and found["device idle"].share == pytest.approx(0.4)
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
