@@ -56,6 +56,9 @@ LEAST_MORE_BYTES, MORE_SHARE = 64 << 20, 0.2
 MORE_THERE = 1.2
 """If the batches could be had so many times faster than with the mend that was measured, that is a finding too."""
 
+MORE_TOGETHER = 1.1
+"""If two mends at once give so many times what either gives, they are one finding."""
+
 WHAT: Mapping[str, str] = {
     "batches": "each step waits for its batch",
     "workers": "each step waits for its batch",
@@ -68,6 +71,7 @@ WHAT: Mapping[str, str] = {
     "threads": "the number of threads does not fit the cores",
     "fused": "the optimizer is not fused",
     "foreach": "the optimizer steps one parameter after another",
+    "together": "fp32 products keep the GPU busy about as long as the optimizer's step keeps the host",
     "idle": "the GPU waits while the host launches operations one by one",
     "tf32": "the matrix products run in fp32 where TF32 is faster",
     "padding": "batches are padded further than their longest sample",
@@ -147,6 +151,7 @@ def _proved(answer: Answer, seen: Observation) -> Iterator[Finding]:
     if "freeze" in gains and "gc" in gains:
         keep = gains["gc"][1].median > MORE_THERE * gains["freeze"][1].median
         del gains["freeze" if keep else "gc"]
+    _choose_of_both(gains)
     bound = next((gain_of(trial) for trial in _whole(answer) if trial.suspect.switch == "batches"), None)
     for switch, (trial, gain) in gains.items():
         yield Finding(
@@ -167,6 +172,16 @@ def _choose_of_loader(gains: dict[str, tuple[SwitchTrial, Interval]]) -> None:
         del gains["persistent" if more > MORE_THERE * stay else "workers"]
     if {"workers", "persistent"} & set(gains):
         gains.pop("batches", None)
+
+
+def _choose_of_both(gains: dict[str, tuple[SwitchTrial, Interval]]) -> None:
+    """Two mends at once, where they give more than either; otherwise those alone."""
+    if "together" not in gains:
+        return
+    members = [name for name in ("tf32", "fused", "foreach") if name in gains]
+    best = max((gains[name][1].median for name in members), default=1.0)
+    for name in members if gains["together"][1].median > MORE_TOGETHER * best else ["together"]:
+        del gains[name]
 
 
 def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> str:
@@ -200,6 +215,8 @@ def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> 
     if switch in ("bf16", "tf32"):
         name, times = ("bf16", facts.bf16_gain) if switch == "bf16" else ("TF32", facts.tf32_gain)
         return f"a large product is {times or 0:.1f} times as fast in {name} on this {facts.device}"
+    if switch == "together":
+        return f"either alone gives less: the other is waited for; {_part_words(seen, 'optimizer')} in the optimizer"
     often = "" if suspect.cycle == 1 else f", about every {suspect.cycle} steps"
     return f"{_part_words(seen, suspect.part)}{often}"
 
@@ -243,6 +260,9 @@ def _mend(trial: SwitchTrial, seen: Observation, workers_were_tried: bool) -> st
             return f"{facts.optimizer}(..., fused=True)"
         case "foreach":
             return f"{facts.optimizer}(...) without foreach=False"
+        case "together":
+            step = f"{facts.optimizer}(..., fused=True)" if facts.can_fuse else f"no foreach=False in {facts.optimizer}"
+            return f'torch.set_float32_matmul_precision("high"), and {step}. Compare the losses'
         case "needless_gradients":
             return f"requires_grad_(False) for {' and '.join(facts.needless)}; without trained layers before, no_grad()"
     return MEND[suspect.switch]

@@ -48,7 +48,14 @@ from autoplan.planner.diagnose.records import (
     SyncLine,
 )
 from autoplan.planner.diagnose.sandbox import Sandbox
-from autoplan.planner.diagnose.suspects import MOST_WORKERS, NO_EFFECT, find_suspects, tried_words, workers_suspect
+from autoplan.planner.diagnose.suspects import (
+    MOST_WORKERS,
+    NO_EFFECT,
+    find_suspects,
+    together,
+    tried_words,
+    workers_suspect,
+)
 from autoplan.planner.diagnose.switches import can_foreach, can_fuse, has_acted, remove
 from autoplan.planner.trials.measure import median_interval
 from autoplan.planner.verify.meter import WARM_UP_STEPS
@@ -196,6 +203,10 @@ class Session:
             yield from self._try(suspect, seen, self.peers.agree(self.left_s) / (len(suspects) - place))
             if suspect.switch in ("workers", "batches"):
                 yield from self._try_more_workers(seen)
+        both = together(seen, {one.suspect.switch for one in self.answer.trials if len(one.pairs) >= LEAST_PAIRS})
+        if self.peers.agree(both is not None and both.key not in self.request.without):
+            assert both is not None
+            yield from self._try(both, seen, self.peers.agree(self.left_s) / 2)
         tried = [one for one in self.answer.trials if one.suspect.switch != "graphs"]
         opened = self.peers.agree([one.suspect.key for one in tried if is_open(one, len(tried))])
         opened = [one.suspect for one in tried if one.suspect.key in opened]

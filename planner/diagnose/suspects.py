@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from autoplan.planner.diagnose.records import LoaderFacts, Observation, Part, Suspect
 
@@ -59,9 +59,25 @@ TRIED: Mapping[str, str] = {
     "graphs": "no graphs that are kept",
     "bf16": "bf16",
     "tf32": "TF32",
+    "together": "TF32 and another optimizer step together",
     "recompilation": "dynamic shapes",
 }
 """What is tried where a cause is removed."""
+
+
+def together(seen: Observation, tried: Collection[str]) -> Suspect | None:
+    """TF32 and a faster optimizer step at once, after each by itself; None where they were not both tried.
+
+    The host launches while the GPU computes. Where both take about as long, a mend of one alone gives little: the
+    other is waited for.
+
+    Args:
+        seen: The steps.
+        tried: The switches that were measured.
+    """
+    if seen.facts.device != "cuda" or "tf32" not in tried or not {"fused", "foreach"} & {*tried}:
+        return None
+    return Suspect(switch="together", part="forward", worth=LEAST_SHARE, settle=CUDA_SETTLE)
 
 
 def tried_words(key: str) -> str:

@@ -129,6 +129,10 @@ def _foreach(hooks: Hooks, setting: int) -> Undo:
     return undo
 
 
+def _has_tf32() -> bool:
+    return torch.get_float32_matmul_precision() != "highest"
+
+
 def _every_group(hooks: Hooks, name: str) -> bool:
     return hooks.anchor is not None and all(group.get(name) for group in hooks.anchor.param_groups)
 
@@ -138,6 +142,18 @@ def _tf32(hooks: Hooks, setting: int) -> Undo:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     return lambda: torch.set_float32_matmul_precision(before)
+
+
+def _together(hooks: Hooks, setting: int) -> Undo:
+    """TF32, and the fused step or the one over lists."""
+    first = _tf32(hooks, 0)
+    second = (_fused if can_fuse(hooks.anchor) else _foreach)(hooks, 0)
+
+    def undo() -> None:
+        second()
+        first()
+
+    return undo
 
 
 def _needless(hooks: Hooks, setting: int) -> Undo:
@@ -221,6 +237,7 @@ SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
     "fused": _fused,
     "foreach": _foreach,
     "tf32": _tf32,
+    "together": _together,
     "padding": lambda hooks, _: _set(hooks.loaders, "crop", True),
     "needless_gradients": _needless,
     "anomaly": _anomaly,
@@ -246,7 +263,8 @@ STILL_AWAY: dict[str, Callable[[Hooks, int], bool]] = {
     "threads": lambda hooks, setting: torch.get_num_threads() == setting,
     "fused": lambda hooks, _: _every_group(hooks, "fused"),
     "foreach": lambda hooks, _: _every_group(hooks, "foreach"),
-    "tf32": lambda hooks, _: torch.get_float32_matmul_precision() != "highest",
+    "tf32": lambda hooks, _: _has_tf32(),
+    "together": lambda hooks, _: _has_tf32() and (_every_group(hooks, "fused") or _every_group(hooks, "foreach")),
     "needless_gradients": lambda hooks, _: hooks.clock.acted > 0 and not hooks.needless(),
     "anomaly": lambda hooks, _: not hooks.modules.anomaly,
     "float64": lambda hooks, _: hooks.modules.single and not _has_double(hooks.anchor),

@@ -24,7 +24,7 @@ from autoplan.planner.diagnose.records import (
     SwitchTrial,
 )
 from autoplan.planner.diagnose.session import line_of_samples, seen_once
-from autoplan.planner.diagnose.suspects import NO_EFFECT, TRIED, find_suspects, tried_words
+from autoplan.planner.diagnose.suspects import NO_EFFECT, TRIED, find_suspects, together, tried_words
 from autoplan.planner.diagnose.switches import STILL_AWAY, SWITCHES
 from autoplan.planner.records.trials import Interval
 
@@ -192,6 +192,20 @@ def test_on_a_gpu_tf32_is_tried_and_a_step_over_lists_where_there_is_no_fused_on
     first, second = find_causes(Answer(observation=seen, trials=gains))
     assert first.cause == "tf32" and "6.0 times as fast in TF32" in first.evidence
     assert second.mend == "AdamW(...) without foreach=False"
+
+
+def test_two_mends_are_tried_at_once_since_each_waits_for_the_other() -> None:
+    """As the H100 had it: the for-loop optimizer keeps the host as long as products in fp32 keep the GPU."""
+    seen = on_a_gpu(0.05)
+    assert together(seen, {"tf32", "bf16"}) is None and together(seen, {"fused"}) is None
+    both = together(seen, {"tf32", "fused"})
+    assert both is not None and both.key == "together"
+    assert together(observation(), {"tf32", "fused"}) is None  # a CPU launches nothing ahead
+    alone = (trial("tf32", 0.1), trial("fused", 0.095), trial("together", 0.06))
+    (first,) = find_causes(Answer(observation=seen, trials=alone))
+    assert first.cause == "together" and "fused=True" in first.mend and "float32_matmul" in first.mend
+    enough = (trial("tf32", 0.06), trial("fused", 0.1), trial("together", 0.06))
+    assert [one.cause for one in find_causes(Answer(observation=seen, trials=enough))] == ["tf32"]
 
 
 def test_what_did_not_reach_the_steps_is_said_and_is_no_time() -> None:

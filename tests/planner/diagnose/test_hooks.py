@@ -185,6 +185,8 @@ def steps_of(make: Made, switch: str | None, folder: Path) -> tuple[list[set[str
         ("fused", "aten::_fused_adam_", lambda given: torch.optim.Adam(given, amsgrad=True)),
         ("fused", "aten::_fused_sgd_", lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9)),
         ("fused", "aten::_fused_adagrad_", lambda given: torch.optim.Adagrad(given, lr=0.1)),
+        ("together", "aten::_fused_adamw_", lambda given: torch.optim.AdamW(given, foreach=False)),
+        ("together", "aten::_foreach_addcdiv_", lambda given: torch.optim.RMSprop(given, foreach=False)),
         ("foreach", "aten::_foreach_addcdiv_", lambda given: torch.optim.NAdam(given, foreach=False)),
         ("foreach", "aten::_foreach_addcdiv_", lambda given: torch.optim.RMSprop(given, foreach=False)),
         ("foreach", "aten::_foreach_add_", lambda given: torch.optim.SGD(given, lr=0.1, foreach=False)),
@@ -258,7 +260,10 @@ def test_collections_that_the_script_asks_for_are_left_out_too(tmp_path: Path) -
 
 
 def test_tf32_is_taken_back(tmp_path: Path) -> None:
-    undo = without(hooks_in(tmp_path), "tf32")
-    assert torch.get_float32_matmul_precision() == "high"
-    undo()
-    assert torch.get_float32_matmul_precision() == "highest"
+    hooks = hooks_in(tmp_path)
+    hooks.anchor = torch.optim.AdamW([nn.Parameter(torch.randn(3))])
+    for switch in ("tf32", "together"):
+        undo = without(hooks, switch)
+        assert torch.get_float32_matmul_precision() == "high"
+        undo()
+        assert torch.get_float32_matmul_precision() == "highest"
