@@ -22,8 +22,8 @@ NEEDED = ("torch", "transformers", "optuna", "pydantic", "numpy")
 
 FEATURES = {
     "torchao": "products in fp8, optimizer states in 8 bits (--numerics lossy)",
-    "liger-kernel": "kernels=liger, and one of the kernels of loss=fused on CUDA",
-    "triton": "torch.compile on CUDA, and kernels of loss=fused there",
+    "liger-kernel": "kernels=liger",
+    "triton": "torch.compile on CUDA, and what loss=fused compiles there",
     "accelerate": "Trainers, and the check of autoplan export --to transformers or accelerate",
     "trl": "Trainers of TRL",
     "lightning": "LightningModules, and autoplan.LightningWatch",

@@ -83,9 +83,10 @@ def find_differences(plan: Plan, here: HardwareProfile, environment: Environment
     """
     found = [Difference(kind="hardware", text=text) for text in _hardware(plan.hardware, here, plan.device)]
     then, now = plan.environment, environment or read_environment()
-    on_gpu = ("liger_kernel", "triton") if plan.device == "cuda" else ()  # kernels of loss=fused and kernels=liger
+    on_gpu = ("triton",) if plan.device == "cuda" else ()  # torch.compile, and what loss=fused compiles
+    layers = ("liger_kernel",) if plan.config.kernels == "liger" else ()
     in_8_bits = ("torchao",) if plan.config.fp8 != "off" or plan.config.optimizer_state == "8bit" else ()
-    for package in ("torch", "transformers", *on_gpu, *in_8_bits, "python", "autoplan"):
+    for package in ("torch", "transformers", *on_gpu, *layers, *in_8_bits, "python", "autoplan"):
         before, after = getattr(then, package), getattr(now, package)
         if before != after:
             package = package.replace("_", "-")

@@ -152,12 +152,14 @@ def test_a_plan_is_verified_here_and_under_a_limit() -> None:
     assert found.verdict == "does_not_fit" and found.exit_code == 3 and found.memory_limit_bytes == 32 << 20
 
 
-def test_the_version_of_torchao_counts_for_a_plan_that_runs_on_it() -> None:
-    for knobs, counts in (({}, False), ({"fp8": "rowwise"}, True), ({"optimizer_state": "8bit"}, True)):
+def test_the_version_of_a_package_counts_for_a_plan_that_runs_on_it() -> None:
+    in_8_bits, layers = ["torchao none here, 0.17.0 then"], ["liger-kernel none here, 0.8.0 then"]
+    cases: Any = ({}, []), ({"fp8": "rowwise"}, in_8_bits), ({"optimizer_state": "8bit"}, in_8_bits)
+    for knobs, wanted in (*cases, ({"kernels": "liger"}, layers)):
         config = TrainingConfig.model_validate({"micro_batch": 1, "precision": "bf16"} | knobs)
         plan = make_plan(config)
-        then = read_environment({}).model_copy(update={"torchao": "0.17.0"})
+        then = read_environment({}).model_copy(update={"torchao": "0.17.0", "liger_kernel": "0.8.0"})
         plan = plan.model_copy(update={"environment": then})
-        now = then.model_copy(update={"torchao": None})
+        now = then.model_copy(update={"torchao": None, "liger_kernel": None})
         texts = [found.text for found in find_differences(plan, plan.hardware, now)]
-        assert texts == (["torchao none here, 0.17.0 then"] if counts else [])
+        assert texts == wanted
