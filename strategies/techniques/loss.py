@@ -233,7 +233,7 @@ def _compare_on(workload: Workload, model: nn.Module, index: int, device: torch.
     except Exception:  # a window or a pooling may need longer sequences
         batch = whole
         own = _loss_and_gradient(workload, model, workload.loss, move_batch(batch, device))
-    fused_loss = make_fused_loss(workload, find_structure(model), kernel_on(device, "fp32", compiled=False))
+    fused_loss = make_fused_loss(workload, find_structure(model), choose_kernel("fp32", compiled=False))
     watched: list[str] = []
     if isinstance(fused_loss, DeferredLoss):
         fused_loss.watch = watched

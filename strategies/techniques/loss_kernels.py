@@ -274,7 +274,7 @@ class _Precomputed(torch.autograd.Function):
             else:
                 head = (rows, low_weight.t()) if low_bias is None else (low_bias, rows, low_weight.t())
                 (torch.mm if low_bias is None else torch.addmm)(*head, out=logits[: len(rows)])
-                loss, gradient = part(logits, F.pad(classes, (0, size - len(rows)), value=IGNORE_INDEX).contiguous())
+                loss, gradient = part(logits, F.pad(classes.long(), (0, size - len(rows)), value=IGNORE_INDEX))
                 gradient = gradient[: len(rows)]
             total = total + loss
             low_gradient = gradient.to(dtype)
@@ -452,9 +452,10 @@ class FastestKernel:
     ) -> torch.Tensor:
         """The summed loss. With a cap, which is known here first, the kernel is compared once more, and not timed."""
         kernel = self.choose(weight, bias, hidden.shape[0])
-        if cap is not None and kernel is not self.plain:
-            kernel = kernel if agrees(kernel, self.dtype, weight.device, bias=bias is not None, cap=cap) else self.plain
-        return kernel(hidden, weight, bias, targets, cap=cap)
+        if cap is None or kernel is self.plain:
+            return kernel(hidden, weight, bias, targets, cap=cap)
+        agreed = agrees(kernel, self._dtype(weight), weight.device, bias=bias is not None, cap=cap)
+        return (kernel if agreed else self.plain)(hidden, weight, bias, targets, cap=cap)
 
     def choose(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Kernel:
         """The fastest kernel for a head; asked before a run has activations, its timing takes no memory beside them.
@@ -467,19 +468,24 @@ class FastestKernel:
         """
         if detect_fake_mode([weight]) is not None:
             return self.plain
-        key = tuple(weight.shape), bias is not None, self.dtype, weight.device
+        dtype = self._dtype(weight)
+        key = tuple(weight.shape), bias is not None, dtype, weight.device
         if key not in _FASTEST:
             _FASTEST[key] = self.plain
-            compiled: Kernel = functools.partial(compiled_cross_entropy, dtype=self.dtype)
-            if agrees(compiled, self.dtype, weight.device, bias=bias is not None) and can_compile():
+            compiled: Kernel = functools.partial(compiled_cross_entropy, dtype=dtype)
+            if agrees(compiled, dtype, weight.device, bias=bias is not None) and can_compile():
                 sizes = min(rows, TIMED_ROWS), weight.shape[0], weight.shape[1]
                 with contextlib.suppress(torch.OutOfMemoryError):
-                    case = random_case(*sizes, bias is not None, self.dtype, weight.device)
+                    case = random_case(*sizes, bias is not None, dtype, weight.device)
                     _FASTEST[key] = min((self.plain, compiled), key=lambda kernel: seconds_of(kernel, case))
                     del case
                 if weight.device.type == "cuda":
                     torch.cuda.empty_cache()
         return _FASTEST[key]
+
+    def _dtype(self, weight: torch.Tensor) -> torch.dtype:
+        """A model in bf16 has its matmuls in bf16 without autocast too."""
+        return weight.dtype if self.dtype == torch.float32 else self.dtype
 
 
 _FASTEST: dict[Any, Kernel] = {}

@@ -13,7 +13,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoplan.strategies.techniques import loss_kernels
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.prepare import prepare
+from autoplan.strategies.techniques import loss, loss_kernels
 from autoplan.strategies.techniques.loss import kernel_on
 from autoplan.strategies.techniques.loss_kernels import (
     FastestKernel,
@@ -24,6 +26,7 @@ from autoplan.strategies.techniques.loss_kernels import (
     precomputed_cross_entropy,
     random_case,
 )
+from tests.strategies.tiny import language
 
 CPU = torch.device("cpu")
 
@@ -78,6 +81,8 @@ def test_a_head_gets_the_kernel_that_took_the_least_time(
     assert len(timed) == 2, "a head is timed once"
     kernel(hidden, weight, None, targets)
     assert len(timed) == 4, "another head is timed too"
+    chosen: Any = kernel.choose(weight.to(torch.bfloat16), None, 12)
+    assert fastest == "torch" or chosen.keywords == {"dtype": torch.bfloat16}, "a model in bf16 multiplies in bf16"
 
 
 def test_a_trace_takes_torchs_operations(called: list[str]) -> None:
@@ -164,6 +169,24 @@ def test_the_compiled_form_is_the_full_loss(dtype: Any, bias: bool, cap: Any, co
     assert compilations == [(16, 128)]
     assert counters == before, "what a trial reads of compilations"
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_run_compiles_before_its_first_step(compilations: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked by prepare, where there are no activations; its steps compile nothing, and train as without."""
+    monkeypatch.setattr(loss_kernels, "_AGREED", {})
+    monkeypatch.setattr(loss_kernels, "_FASTEST", {})
+    timed = loss_kernels.seconds_of
+    own = functools.partial(precomputed_cross_entropy, dtype=torch.float32)
+    monkeypatch.setattr(loss_kernels, "seconds_of", lambda one, case: (one is own, timed(one, case)))
+    config = TrainingConfig(micro_batch=2, loss="fused")
+    losses = []
+    for kernel in (own, FastestKernel(own, torch.float32)):
+        monkeypatch.setattr(loss, "kernel_on", lambda *_, kernel=kernel, **__: kernel)
+        run = prepare(language(), config)
+        before = list(compilations)
+        losses.append([float(run.step(run.workload.make_batch(4, number)).loss) for number in range(2)])
+        assert compilations == before and len(before) == (0 if kernel is own else 2)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_a_compiler_that_fails_leaves_torchs_operations(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
