@@ -394,7 +394,7 @@ def _compile(
     try:
         with torch.no_grad():
             with FakeTensorMode(shape_env=ShapeEnv()):  # without shapes Inductor's cache on disk is passed over
-                fake = [torch.zeros(shape, dtype=kind, device=device) for shape, kind in sizes]
+                fake: list[Any] = [torch.zeros(shape, dtype=kind, device=device) for shape, kind in sizes]
                 graph = make_fx(part)(*fake)
             compiled = torch._inductor.compile(graph, fake, {"compile_threads": 1, "triton.cudagraphs": False})
             compiled(*(torch.zeros(shape, dtype=kind, device=device) for shape, kind in sizes))
