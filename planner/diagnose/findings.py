@@ -41,6 +41,9 @@ MANY_CALLS = 100
 LEAST_LOOP = 0.15
 """A loop over small operations is a finding from this share on: some of it stays in whatever takes its place."""
 
+SEEN = ("padding", "needless_gradients", "anomaly", "float64")
+"""Causes that the first steps show for certain: with no time to remove them they are estimated, from LEAST_LOOP on."""
+
 LEAST_IDLE = 0.1
 """A GPU that waits for the host for less of the time is as good as busy: some lies between the steps of any script."""
 
@@ -305,6 +308,7 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
             tried = any(one.suspect.switch == "workers" and one.pairs for one in answer.trials)
             mend = MEND.get("freeze" if switch == "gc" else switch) or _mend_of_samples(loader, tried)
             yield _estimate(switch, WHAT[switch], _part_words(seen, part), mend, own.share, own.line)
+    yield from _untried(answer, seen)
     loop = seen.part("loop")
     read_s = sum(one.seconds for one in facts.syncs)
     if loop is not None and facts.syncs and facts.syncs[0].line == loop.line and facts.syncs[0].calls > MANY_CALLS:
@@ -342,6 +346,20 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         yield _estimate(
             "copy", "the host waits for copies to the device", _part_words(seen, "copy"), mend, copy.share, copy.line
         )
+
+
+def _untried(answer: Answer, seen: Observation) -> Iterator[Finding]:
+    """What is there for certain, and there was no time to remove: the share that was expected to go."""
+    known = {
+        one.suspect.key
+        for one in answer.trials
+        if one.why_not == NO_EFFECT or len(one.pairs) >= LEAST_PAIRS or (one.pairs and is_slower(one))
+    }
+    for suspect in find_suspects(seen):
+        if suspect.switch in SEEN and suspect.key not in known and suspect.worth >= LEAST_LOOP:
+            trial = SwitchTrial(suspect=suspect)
+            said, mend = _evidence(trial, seen, None), _mend(trial, seen, False)
+            yield _estimate(suspect.switch, WHAT[suspect.switch], said, mend, suspect.worth, None)
 
 
 def _small_operations(found: Repeated, seen: Observation) -> Finding:

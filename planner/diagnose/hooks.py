@@ -646,14 +646,16 @@ class ModuleHooks:
         return known
 
     def _called(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or torch.compiler.is_compiling() or not self.clock.here:
-                return function(module, *args, **kwargs)
-            self._inside = True
+        hooks = self
+
+        def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # torch.profiler reads `self` with_stack
+            if hooks._inside or torch.compiler.is_compiling() or not hooks.clock.here:
+                return function(self, *args, **kwargs)
+            hooks._inside = True
             try:
-                return self._outermost(function, module, args, kwargs)
+                return hooks._outermost(function, self, args, kwargs)
             finally:
-                self._inside = False
+                hooks._inside = False
 
         return call
 

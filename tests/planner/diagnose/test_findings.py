@@ -208,6 +208,19 @@ def test_two_mends_are_tried_at_once_since_each_waits_for_the_other() -> None:
     assert [one.cause for one in find_causes(Answer(observation=seen, trials=enough))] == ["tf32"]
 
 
+def test_what_is_there_for_certain_is_estimated_where_there_was_no_time_for_it() -> None:
+    seen = on_a_gpu(0.05)
+    facts = seen.facts.model_copy(update={"padding": 0.6, "needless": ("Teacher",), "tf32_gain": None})
+    seen = seen.model_copy(update={"facts": facts})
+    found = find_causes(Answer(observation=seen))
+    assert [(one.cause, one.measured) for one in found] == [("padding", False), ("needless_gradients", False)]
+    assert 1.5 < found[0].gain.median < 1 / (1 - 0.6) and "Teacher" in found[1].mend
+    tried = (trial("padding", 0.1), trial("needless_gradients", 0.1))  # it was seen that they cost nothing
+    assert find_causes(Answer(observation=seen, trials=tried)) == []
+    little = seen.model_copy(update={"facts": facts.model_copy(update={"padding": 0.15, "needless": ()})})
+    assert find_causes(Answer(observation=little)) == []
+
+
 def test_what_did_not_reach_the_steps_is_said_and_is_no_time() -> None:
     seen = on_a_gpu(0.05)
     none = SwitchTrial(suspect=Suspect(switch="fused", part="optimizer", worth=0.2), why_not=NO_EFFECT)

@@ -259,6 +259,14 @@ def test_collections_that_the_script_asks_for_are_left_out_too(tmp_path: Path) -
         gc.callbacks.remove(hooks._on_gc)
 
 
+def test_a_script_that_profiles_with_stacks_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks, model = hooks_in(tmp_path), nn.Sequential(nn.Linear(3, 3))
+    monkeypatch.setattr(nn.Module, "__call__", hooks.modules._called(nn.Module.__call__))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True):
+        model(torch.randn(2, 3))
+    assert model in hooks.modules.called
+
+
 def test_tf32_is_taken_back(tmp_path: Path) -> None:
     hooks = hooks_in(tmp_path)
     hooks.anchor = torch.optim.AdamW([nn.Parameter(torch.randn(3))])
