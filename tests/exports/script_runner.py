@@ -45,7 +45,7 @@ def train(script: str, record: str, steps: int) -> None:
         found["learning_rates"].append(float(run.optimizer.param_groups[0]["lr"]))
         result = module.train_step(run, module.rank_batch(run, number))
         found["losses"].append(float(result.loss))
-        found["grad_norms"].append(float(result.grad_norm))
+        found["grad_norms"].append(0.0 if result.grad_norm is None else float(result.grad_norm))
     held = set(map(own, run.model.state_dict()))
     found["parameters"] = {own(name): whole(value) for name, value in run.model.named_parameters()}
     found["buffers"] = {own(name): whole(value) for name, value in run.model.named_buffers() if own(name) in held}

@@ -1,4 +1,4 @@
-"""The exported PyTorch script trains as a plain loop does, on one rank and on several."""
+"""The exported PyTorch script trains as a plain loop does, and as the run that the plan was found by."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autoplan.planner.export.run import export_plan
 from autoplan.planner.plan.plan import Plan
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.prepare import prepare
+from autoplan.strategies.techniques import fp8
+from autoplan.strategies.workloads.sources import load_workload, make_spec
 from tests.cases import some
 from tests.exports import script_runner
 from tests.exports.six_steps import BATCH_NORM, WORKLOAD, SixSteps, compare, make_plan, plain_loop, prepared
 from tests.exports.workloads import STEPS
 from tests.recorded import make_hardware, named
+from tests.recorded import make_plan as make_recorded_plan
+from tests.strategies.tiny import GPT2, LLAMA, T5
 
 Run = Callable[..., SixSteps]
 
@@ -27,7 +34,7 @@ Run = Callable[..., SixSteps]
 def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Exports a plan, perhaps changes the text, and runs six steps of it where autoplan cannot be imported."""
     folder = tmp_path_factory.mktemp("scripts")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, script_runner.__file__]
     running = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert running.stdin is not None and running.stdout is not None
@@ -139,3 +146,117 @@ def test_torchrun_starts_the_script(tmp_path: Path) -> None:
 def test_without_torchrun_the_script_says_the_command(run_script: Run) -> None:
     with pytest.raises(AssertionError, match="torchrun --nproc-per-node 2"):
         run_script(make_plan(WORKLOAD, dp_shard=2), ranks=1)
+
+
+def tiny_plan(folder: Path, config: TrainingConfig, fields: dict[str, Any]) -> Plan:
+    """A plan of a model that a config.json describes, with its dropout."""
+    (folder / "config.json").write_text(json.dumps(fields))
+    options = {"learning_rate": 0.01}
+    spec = make_spec(model=str(folder / "config.json"), global_batch=8, sequence_length=16, options=options)
+    return make_recorded_plan(config, workload=spec, accumulation=config.accumulation(8))
+
+
+def own_losses(plan: Plan) -> list[float]:
+    """Of the run that a trial of the plan makes, with the masks that it draws."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        workload = load_workload(plan.workload)
+        run = prepare(workload, plan.config, device="cpu")
+        return [float(run.step(workload.make_batch(run.local_batch, number)).loss) for number in range(STEPS)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+OF_ONE_DEVICE: dict[str, dict[str, Any]] = {
+    "plain": {"micro_batch": 2},
+    "full": {"checkpointing": "full"},
+    "selective": {"checkpointing": "selective", "attention": "eager", "threads": 1, "allocator": "keep"},
+    "every_2": {"micro_batch": 8, "checkpointing": "every_2", "optimizer_step": "foreach", "attention": "sdpa"},
+    "fused": {"micro_batch": 1, "loss": "fused", "optimizer_step": "fused", "checkpointing": "full"},
+    "states_on_host": {"offload": "optimizer", "precision": "fp16"},
+    "activations_on_host": {"offload": "activations", "checkpointing": "full", "precision": "bf16"},
+    "bf16": {"loss": "fused", "precision": "bf16"},
+    "fp16": {"loss": "fused", "precision": "fp16"},
+    "masters": {"precision": "bf16", "parameters": "bf16", "optimizer_state": "bf16"},
+    "by_chance": {"micro_batch": 8, "precision": "bf16", "parameters": "bf16_stochastic", "optimizer_step": "foreach"},
+    "compiled_blocks": {"compile": "block", "checkpointing": "every_2"},
+}
+OTHERS_HAVE_IT = ("plain", "full", "bf16", "fp16")
+SCRIPTS = [*((name, "gpt2") for name in OF_ONE_DEVICE), ("full", "t5")]
+IN_MAKE_TEST = [one for one in SCRIPTS[:-1] if one[0] not in (*OTHERS_HAVE_IT, "compiled_blocks")] + SCRIPTS[-1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "model"), some(SCRIPTS, IN_MAKE_TEST))
+def test_the_techniques_of_one_device(name: str, model: str, run_script: Run, tmp_path: Path) -> None:
+    config = TrainingConfig(**({"micro_batch": 4} | OF_ONE_DEVICE[name]))
+    plan = tiny_plan(tmp_path, config, {"gpt2": GPT2, "t5": T5}[model])
+    wanted = own_losses(plan)
+    relative = 1e-4 if plan.config.compile != "off" else 1e-5
+    assert run_script(plan).losses == pytest.approx(wanted, rel=relative)
+    assert wanted[0] != wanted[-1], "nothing was trained"
+
+
+@pytest.mark.slow
+@pytest.mark.torchao
+@pytest.mark.parametrize("micro_batch", [4, 1])
+def test_products_in_fp8(monkeypatch: pytest.MonkeyPatch, micro_batch: int, run_script: Run, tmp_path: Path) -> None:
+    """In torch's slow kernel for a CPU."""
+    monkeypatch.setattr(fp8, "_reason_against_chip", lambda *_: None)  # all else is as on a GPU
+    config = TrainingConfig(micro_batch=micro_batch, precision="bf16", fp8="tensorwise")
+    plan = tiny_plan(tmp_path, config, LLAMA | {"intermediate_size": 2064})  # which is large enough for the recipe
+    wanted = own_losses(plan)
+    assert run_script(plan).losses == pytest.approx(wanted, rel=1e-5)
+    plain = own_losses(plan.model_copy(update={"config": plan.config.model_copy(update={"fp8": "off"})}))
+    assert wanted != pytest.approx(plain, rel=1e-6), "something ran in fp8"
+
+
+USERS_FILE = """
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autoplan
+from autoplan.strategies.workloads.workload import LossSum
+
+SIZES = dict(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    bos_token_id=1, eos_token_id=2,
+)
+
+
+def build():
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def make_batch(count, index):
+    ids = torch.randint(0, 64, (count, 12), generator=torch.Generator().manual_seed(index))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def loss(model, batch):
+    return LossSum(model(**batch).loss * 11 * len(batch["labels"]), 11 * len(batch["labels"]))
+
+
+def mine() -> autoplan.Workload:
+    return autoplan.Workload(
+        name="mine", build_model=build, make_batch=make_batch, loss=loss, global_batch=8,
+        build_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    )
+"""
+
+
+@pytest.mark.slow
+def test_a_users_model_with_a_fused_loss_and_checkpointing_of_its_own(run_script: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(USERS_FILE)
+    spec = make_spec(model=f"{tmp_path / 'mine.py'}:mine", global_batch=8)
+    config = TrainingConfig(micro_batch=4, loss="fused", attention="eager")
+    plan = make_recorded_plan(config, workload=spec, accumulation=2)
+    assert run_script(plan).losses == pytest.approx(own_losses(plan), rel=1e-6)
+    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", workload=named(plan)).paths
+    text = path.read_text()
+    assert "HEAD = 'lm_head'" in text and "DeferredLoss(workload.loss, linear, kernel)" in text
+    assert "without_own_checkpointing(self._own_checkpointing)" in text
