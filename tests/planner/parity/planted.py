@@ -21,6 +21,7 @@ from autoplan.strategies.workloads.workload import Workload
 from tests.strategies.tiny import GPT2, language
 
 Plant = Callable[[Any], None]
+OPTIMIZER = "parameters after the optimizer's steps"
 
 
 def decaying(fields: dict[str, Any] = GPT2, **options: Any) -> Workload:
@@ -52,6 +53,23 @@ def plant(monkeypatch: Any, change: Plant) -> None:
         return run
 
     monkeypatch.setattr(candidate_module, "prepare", planted_prepare)
+
+
+def seen(parity: Parity) -> set[str]:
+    """The names of the comparisons that failed, and all failures in words."""
+    return failed(parity) | set(parity.failures)
+
+
+def change_calls(owner: Any, name: str, change: Callable[[int, Any], Any]) -> None:
+    """Has each call of a method go through `change`, which gets its number from 1, and the call as a partial."""
+    honest, calls = getattr(owner, name), []
+
+    @functools.wraps(honest)
+    def changed(*given: Any, **named: Any) -> Any:
+        calls.append(None)
+        return change(len(calls), functools.partial(honest, *given, **named))
+
+    setattr(owner, name, changed)
 
 
 def around_step(run: Any, before: Callable[[], Any], after: Callable[[Any], None] = lambda kept: None) -> None:
@@ -176,6 +194,19 @@ def gradients_too_large(run: Any, factor: float = 1.045) -> None:
     run._loss_scale = lambda divisor: factor * honest(divisor)
 
 
+def accumulation_factor_missing(run: Any) -> None:
+    """1/A. Adam and clipping hide it from the update; the gradient shows it."""
+    change_calls(run, "loss_divisor", lambda _, call: call() / run.accumulation)
+
+
+def last_micro_batch_dropped(run: Any) -> None:
+    change_calls(run, "micro_batches", lambda _, call: list(call())[:-1])
+
+
+def steps_never_taken(run: Any) -> None:
+    run._step_optimizer = lambda: False
+
+
 def dropout_switched_off(run: Any) -> None:
     disable_dropout(run.model)
 
@@ -200,3 +231,22 @@ def first_chunk_alone(monkeypatch: Any) -> None:
             return honest(hidden[:rows], weight, bias, targets[:rows], **rest)
 
         monkeypatch.setattr(loss_kernels, name, first_chunk)
+
+
+IN_ANY_RUN: tuple[tuple[Plant, str | None], ...] = (
+    (clipping_never_applied, "gradients after clipping"),
+    (clipping_to_another_norm, "gradients after clipping"),
+    (gradients_never_cleared, "gradient scale, later steps"),
+    (schedule_never_stepped, "parameter groups"),
+    (other_betas, OPTIMIZER),
+    (momentum_lost, OPTIMIZER),
+    (biases_never_stepped, OPTIMIZER),
+    (weight_decay_lost, "parameter groups"),
+    (learning_rate_a_tenth_lower, OPTIMIZER),
+    (gradients_too_large, "gradient scale, step 1"),
+    (accumulation_factor_missing, "gradient scale, step 1"),
+    (dropout_switched_off, "noise of dropout in the gradient"),
+    (last_micro_batch_dropped, None),
+    (steps_never_taken, "the optimizer was stepped 0 times in step 1"),
+)
+"""Bugs of any run, and what `seen` has of each; None: something."""

@@ -12,7 +12,7 @@ from autoplan.planner.parity.records import CHECK_STEPS, ParityMeasurement
 from autoplan.strategies.config import TrainingConfig
 from tests.contracts.parity_contract import candidate, check_parity, reference
 from tests.planner.parity import planted
-from tests.planner.parity.test_parity_planted import OPTIMIZER, failed
+from tests.planner.parity.planted import OPTIMIZER, failed
 from tests.strategies.tiny import classifier, language
 
 PLAIN = TrainingConfig(micro_batch=2)

@@ -15,7 +15,7 @@ from autoplan.strategies.workloads.workload import LossSum
 from tests.cases import some
 from tests.contracts.parity_contract import candidate, check_parity, check_parity_of, plain_beside, reference
 from tests.planner.parity import planted
-from tests.planner.parity.planted import clipped, decaying, failed
+from tests.planner.parity.planted import OPTIMIZER, clipped, decaying, failed, seen
 from tests.strategies.tiny import GPT2, LLAMA, classifier, language
 
 
@@ -48,25 +48,12 @@ def test_the_shapes_of_training_are_checked_as_well(config, monkeypatch):
             assert not compare(plain, [candidate(workload, wide, plain, own_shapes=True)], wide).passed, change.__name__
 
 
-OPTIMIZER = "parameters after the optimizer's steps"
-
-
 @pytest.mark.parametrize(
     ("change", "seen_in"),
     [
-        (planted.clipping_never_applied, "gradients after clipping"),
-        (planted.clipping_to_another_norm, "gradients after clipping"),
-        (planted.gradients_never_cleared, "gradient scale, later steps"),
-        (planted.schedule_never_stepped, "parameter groups"),
+        *planted.IN_ANY_RUN,
         (planted.other_betas, "parameter groups"),
-        (planted.other_betas, OPTIMIZER),
-        (planted.momentum_lost, OPTIMIZER),
-        (planted.biases_never_stepped, OPTIMIZER),
-        (planted.weight_decay_lost, "parameter groups"),
         (planted.weight_decay_lost_inside_the_step, OPTIMIZER),
-        (planted.learning_rate_a_tenth_lower, OPTIMIZER),
-        (planted.gradients_too_large, "gradient scale, step 1"),
-        (planted.dropout_switched_off, "noise of dropout in the gradient"),
         (planted.evaluation_mode, "noise of dropout in the gradient"),
         (planted.dropout_halved, "dropout rates"),
     ],
@@ -75,9 +62,8 @@ OPTIMIZER = "parameters after the optimizer's steps"
 def test_planted_in_the_run(monkeypatch, config, change, seen_in):
     planted.plant(monkeypatch, change)
     parity = check_parity_of(clipped, config)
-    assert not parity.passed
-    assert seen_in in failed(parity), parity.failures
-    assert parity.failures[0] in parity.note
+    assert not parity.passed and parity.failures[0] in parity.note
+    assert seen_in is None or seen_in in seen(parity), parity.failures
 
 
 def test_clipping_that_does_not_bind_is_checked_on_scaled_gradients(monkeypatch):
@@ -135,14 +121,6 @@ def test_clipping_does_not_reach_what_was_recorded():
         assert sampled == pytest.approx(samples.measurement.steps[0].gradient_norm, rel=1e-5) and sampled > 0.1
 
 
-def test_wrong_scale(monkeypatch, config):
-    """The 1/A of gradient accumulation is missing. Adam and clipping hide it from the update; the gradient shows it."""
-    monkeypatch.setattr(TrainingRun, "_loss_scale", lambda self, divisor: self.accumulation / divisor)
-    parity = check_parity_of(language, config)
-    assert not parity.passed
-    assert parity.worst_gradient_difference > 0.5
-
-
 def test_slightly_wrong_scale(monkeypatch, config):
     """A mean of the micro-batches' means, where the micro-batches count differently."""
     monkeypatch.setattr(TrainingRun, "micro_step", mean_of_means)
@@ -178,20 +156,6 @@ def test_later_micro_batches_dropped(monkeypatch, config, kept):
     monkeypatch.setattr(run_module, "device_micro_batches", lambda *given: list(whole(*given))[:kept])
     parity = check_parity_of(language, config)
     assert {"whole gradient, step 1", "gradient scale, step 1"} <= failed(parity)
-
-
-def test_last_micro_batch_dropped(monkeypatch, config):
-    whole = run_module.device_micro_batches
-    monkeypatch.setattr(run_module, "device_micro_batches", lambda *given: list(whole(*given))[:-1])
-    assert not check_parity_of(language, config).passed
-
-
-def test_missing_step(monkeypatch, config):
-    monkeypatch.setattr(TrainingRun, "_step_optimizer", lambda self: False)
-    parity = check_parity_of(language, config)
-    assert not parity.passed
-    assert parity.worst_update_difference == pytest.approx(1.0)
-    assert "the optimizer was stepped 0 times in step 1" in parity.failures
 
 
 def test_untied_weight(config):

@@ -107,14 +107,7 @@ def rate_frozen_from_step_4(run: Any) -> None:
 
 
 def schedule_not_stepped_after_step_3(run: Any) -> None:
-    honest, calls = run.schedule.step, []
-
-    def step() -> None:
-        calls.append(None)
-        if len(calls) <= 3:
-            honest()
-
-    run.schedule.step = step
+    planted.change_calls(run.schedule, "step", lambda number, call: call() if number <= 3 else None)
 
 
 def moments_cleared_every_8_steps(run: Any) -> None:
@@ -122,14 +115,7 @@ def moments_cleared_every_8_steps(run: Any) -> None:
 
 
 def every_10th_step_skipped(run: Any) -> None:
-    honest, calls = run.optimizer.step, []
-
-    @functools.wraps(honest)
-    def step(*given: Any, **named: Any) -> Any:
-        calls.append(None)
-        return None if len(calls) % 10 == 0 else honest(*given, **named)
-
-    run.optimizer.step = step
+    planted.change_calls(run.optimizer, "step", lambda number, call: call() if number % 10 else None)
 
 
 def weight_decay_lost_from_step_5(run: Any) -> None:
@@ -153,37 +139,21 @@ def a_weight_frozen_from_step_4(run: Any) -> None:
 
 
 def clipping_lost_from_step_5(run: Any) -> None:
-    honest, calls = run._build.gradients.clip, []
+    def clip(number: int, call: Any) -> Any:
+        return call() if number < 5 else call.func(call.args[0], 1e9)
 
-    def clip(parameters: Any, limit: float) -> Any:
-        calls.append(None)
-        return honest(parameters, limit if len(calls) < 5 else 1e9)
-
-    run._build.gradients.clip = clip
+    planted.change_calls(run._build.gradients, "clip", clip)
 
 
 def gradients_kept_once_in_8_steps(run: Any) -> None:
-    honest, calls = run.optimizer.zero_grad, []
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        calls.append(None)
-        if len(calls) % 8:
-            honest(set_to_none=set_to_none)
-
-    run.optimizer.zero_grad = zero_grad
+    planted.change_calls(run.optimizer, "zero_grad", lambda number, call: call() if number % 8 else None)
 
 
 # Saving and loading.
 
 
 def after_loading(run: Any, change: Callable[[], Any]) -> None:
-    honest = run.load_state_dict
-
-    def load_state_dict(state: Any) -> None:
-        honest(state)
-        change()
-
-    run.load_state_dict = load_state_dict
+    planted.change_calls(run, "load_state_dict", lambda _, call: (call(), change()))
 
 
 def zero_states(run: Any, name: str) -> None:
@@ -223,13 +193,7 @@ def a_weight_lost_on_resume(run: Any) -> None:
 
 def change_micro_batches(run: Any, change: Callable[[list[Any], int], list[Any]]) -> None:
     """Changes the micro-batches of each step, given with its number from 1."""
-    honest, calls = run.micro_batches, []
-
-    def micro_batches(batch: Any) -> list[Any]:
-        calls.append(None)
-        return change(list(honest(batch)), len(calls))
-
-    run.micro_batches = micro_batches
+    planted.change_calls(run, "micro_batches", lambda number, call: change(list(call()), number))
 
 
 def shifted(micro: Any) -> Any:
@@ -368,13 +332,7 @@ def masks_alike_in_all_micro_batches(run: Any) -> None:
 
 
 def masks_alike_in_all_steps(run: Any) -> None:
-    honest = run.forward_backward
-
-    def forward_backward(batch: Any) -> Any:
-        torch.manual_seed(7)
-        return honest(batch)
-
-    run.forward_backward = forward_backward
+    planted.change_calls(run, "forward_backward", lambda _, call: (torch.manual_seed(7), call())[1])
 
 
 def one_kind_of_dropout_does_nothing(run: Any) -> None:
@@ -420,14 +378,11 @@ def nan_norm_becomes_zero(run: Any) -> None:
 
 
 def steps_without_numbers_left_out(run: Any) -> None:
-    honest = run.optimizer.step
-
-    @functools.wraps(honest)
-    def step(*given: Any, **named: Any) -> Any:
+    def step(_: int, call: Any) -> Any:
         finite = all(bool(p.grad.isfinite().all()) for p in run.parameters if p.grad is not None)
-        return honest(*given, **named) if finite else None
+        return call() if finite else None
 
-    run.optimizer.step = step
+    planted.change_calls(run.optimizer, "step", step)
 
 
 ROWS: list[tuple[Callable[[Any], None], str, dict[str, Any]]] = [

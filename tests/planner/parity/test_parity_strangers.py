@@ -18,10 +18,12 @@ from torch import nn
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, Workload
 from tests.planner.parity import planted
 from tests.planner.parity.test_parity_plants import (
+    RECOMPUTED,
     after_loading,
     change_micro_batches,
     counted_steps,
     loss_of,
+    masks_alike_in_all_steps,
     rows_of,
     schedule,
     verdict,
@@ -290,22 +292,12 @@ def labels_of_one_sample_shuffled_from_step_3(run: Any) -> None:
 def batch_of_the_step_before(run: Any) -> None:
     """A buffer that is filled again before it is read: from the second step on each step has the last one's batch."""
     kept: list[Any] = []
-
-    def stale(micros: list[Any], step: int) -> list[Any]:
-        kept.append(micros)
-        return kept[max(0, len(kept) - 2)]
-
-    change_micro_batches(run, stale)
+    change_micro_batches(run, lambda micros, _: (kept.append(micros), kept[max(0, len(kept) - 2)])[1])
 
 
 def first_batch_for_ever(run: Any) -> None:
     kept: list[Any] = []
-
-    def same(micros: list[Any], step: int) -> list[Any]:
-        kept.append(micros)
-        return kept[0]
-
-    change_micro_batches(run, same)
+    change_micro_batches(run, lambda micros, _: (kept.append(micros), kept[0])[1])
 
 
 def last_sample_copies_the_first(run: Any) -> None:
@@ -348,13 +340,7 @@ def schedule_one_step_ahead(run: Any) -> None:
 
 
 def schedule_stepped_for_each_micro_batch(run: Any) -> None:
-    honest = run.schedule.step
-
-    def step() -> None:
-        for _ in range(run.accumulation):
-            honest()
-
-    run.schedule.step = step
+    planted.change_calls(run.schedule, "step", lambda _, call: [call() for _ in range(run.accumulation)])
 
 
 def schedule_stepped_again_on_resume(run: Any) -> None:
@@ -455,24 +441,12 @@ def weights_kept_in_bf16(run: Any) -> None:
     planted.around_step(run, lambda: None, round_all)
 
 
-def change_step(run: Any, change: Callable[[int, Callable[[], Any]], Any]) -> None:
-    """Calls `change` with the number of each step from 1, and with what takes the step."""
-    honest, calls = run.optimizer.step, []
-
-    @functools.wraps(honest)
-    def step(*given: Any, **named: Any) -> Any:
-        calls.append(None)
-        return change(len(calls), lambda: honest(*given, **named))
-
-    run.optimizer.step = step
-
-
 def first_step_not_taken(run: Any) -> None:
-    change_step(run, lambda number, take: take() if number > 1 else None)
+    planted.change_calls(run.optimizer, "step", lambda number, take: take() if number > 1 else None)
 
 
 def every_4th_step_taken_twice(run: Any) -> None:
-    change_step(run, lambda number, take: (take(), take()) if number % 4 == 0 else take())
+    planted.change_calls(run.optimizer, "step", lambda n, take: take() if n % 4 else (take(), take()))
 
 
 def steps_with_a_large_norm_left_out(run: Any) -> None:
@@ -485,7 +459,7 @@ def steps_with_a_large_norm_left_out(run: Any) -> None:
         return honest(parameters, limit)
 
     run._build.gradients.clip = clip
-    change_step(run, lambda number, take: take() if norms[-1] <= 1.02 * min(norms) else None)
+    planted.change_calls(run.optimizer, "step", lambda _, take: take() if norms[-1] <= 1.02 * min(norms) else None)
 
 
 def weights_of_the_step_before(run: Any) -> None:
@@ -536,14 +510,12 @@ def last_micro_batch_counts_twice(run: Any) -> None:
 
 
 def each_micro_batch_clipped(run: Any) -> None:
-    honest = run.micro_step
-
-    def micro_step(*given: Any, **named: Any) -> Any:
-        found = honest(*given, **named)
+    def clipped(_: int, call: Any) -> Any:
+        found = call()
         torch.nn.utils.clip_grad_norm_(run.parameters, 0.2)
         return found
 
-    run.micro_step = micro_step
+    planted.change_calls(run, "micro_step", clipped)
 
 
 def clip_otherwise(run: Any, clip: Callable[[list[Any], float], Any]) -> None:
@@ -669,16 +641,6 @@ def masks_repeat_after_a_resume(run: Any) -> None:
     after_loading(run, lambda: torch.set_rng_state(first))
 
 
-def noise_alike_in_all_steps(run: Any) -> None:
-    honest = run.forward_backward
-
-    def forward_backward(batch: Any) -> Any:
-        torch.manual_seed(7)
-        return honest(batch)
-
-    run.forward_backward = forward_backward
-
-
 def late_times_never_drawn(run: Any) -> None:
     loss_of(run, functools.partial(noise_loss, times_below=50))
 
@@ -753,7 +715,6 @@ def reported_loss_is_of_the_last_micro_batch(run: Any) -> None:
     run.micro_steps = micro_steps
 
 
-RECOMPUTED = {"checkpointing": "full"}
 ROWS: list[tuple[Callable[[Any], None], str, dict[str, Any]]] = [
     *(
         (change, "packed", {})
@@ -826,7 +787,7 @@ ROWS: list[tuple[Callable[[Any], None], str, dict[str, Any]]] = [
     (later_micro_batches_mirrored, "nesterov", {}),
     (class_weights_lost, "weighted", {}),
     (side_loss_of_the_first_micro_batch_alone, "side_loss", {}),
-    (noise_alike_in_all_steps, "diffusion", {}),
+    (masks_alike_in_all_steps, "diffusion", {}),
     (late_times_never_drawn, "diffusion", {}),
     (statistics_move_twice_as_fast, "batch_norm", {}),
     (statistics_used_from_step_3, "batch_norm", {}),
