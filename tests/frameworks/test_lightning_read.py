@@ -96,14 +96,11 @@ class Language(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
 def make_trainer(**options: Any) -> Any:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return L.Trainer(accelerator="cpu", devices=1, **quiet, **options)
+    return L.Trainer(accelerator="cpu", devices=1, **QUIET, **options)
 
 
 def run_plan(workload: Any, micro_batch: int) -> dict[str, torch.Tensor]:
@@ -165,13 +162,7 @@ def test_a_module_is_searched_and_its_plan_is_trained_by_a_trainer(quick_searche
     settings = plan.apply_to(module, Data())
     assert settings.batch_size * settings.trainer_arguments["accumulate_grad_batches"] == 16
     assert settings.trainer_arguments["gradient_clip_val"] == CLIP
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = L.Trainer(**settings.trainer_arguments, **options, **quiet)
+    trainer = L.Trainer(**settings.trainer_arguments, **options, **QUIET)
     trainer.fit(module, loader_of(Points(96), settings.batch_size))
     own = Module()
     plain.fit(own, Data())
