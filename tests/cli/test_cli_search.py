@@ -1,15 +1,12 @@
 """autoplan search as a person runs it: a tiny model, for real, then what is done with its plan.
 
 The commands run in this process: each of their own would import torch for seconds. That they also run as processes is
-in test_cli_ends.py, test_cli_run.py and the tutorial (tests/examples).
+in test_cli_ends.py, test_cli_run.py and the tutorial (tests/examples); exported scripts train in tests/exports.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ import pytest
 from autoplan.planner.plan.plan import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_searches")]
-ROOT = Path(__file__).resolve().parents[2]
 TINY = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
@@ -92,11 +88,8 @@ def test_a_search_its_record_and_what_is_done_with_its_plan(command: Any, folder
     assert "Baseline against plan" in (folder / "page.html").read_text()
     assert "Baseline against plan" in command("show").out
     command("export", "--to", "pytorch", "--out", "train.py")
-    home = {"XDG_STATE_HOME": str(folder / "state"), "PYTHONPATH": str(ROOT)}
-    for words, said in ((["train.py"], "step 2: loss"), (["-m", "autoplan", "run"], "tokens/s")):
-        started = [sys.executable, *words, "--steps", "2"]
-        ended = subprocess.run(started, env=os.environ | home, capture_output=True, text=True, timeout=200)
-        assert ended.returncode == 0 and said in ended.stdout, ended.stderr[-2000:]
+    assert "def train_step" in (folder / "train.py").read_text()
+    assert "tokens/s" in command("run", "--steps", "2").out
 
 
 def test_a_dry_run_runs_nothing(command: Any, folder: Path) -> None:
