@@ -219,15 +219,16 @@ def prepare(device: torch.device | str) -> Run:
 
 def fused_loss(workload: Workload, model: nn.Module) -> Any:
     """Output head and cross-entropy in one, without all logits at once."""
+    head: Any = workload.head
+    linear: Any = model.get_submodule(HEAD) if HEAD else head.linear(model)
+    kernel: Any
     if DEVICE == "cuda" and COMPILE != "model" and PRECISION != "fp16":
         kernel = choose_gpu_kernel(PRECISION, compiled=False)
+        if SEQUENCE_LENGTH is not None:  # here, where there are no activations yet; else at its first call
+            kernel.choose(linear.weight, getattr(linear, "bias", None), MICRO_BATCH * SEQUENCE_LENGTH)
     else:
         kernel = choose_kernel(PRECISION, compiled=COMPILE == "model")
-    if HEAD:
-        linear: Any = model.get_submodule(HEAD)
-        return DeferredLoss(workload.loss, linear, kernel)
-    assert workload.head is not None
-    return FusedLoss(workload.head, kernel)
+    return DeferredLoss(workload.loss, linear, kernel) if HEAD else FusedLoss(head, kernel)
 
 
 def split(workload: Workload, training: TrainingModule, mesh: Any, gradients: GradientReduction) -> None:
