@@ -394,10 +394,12 @@ def _idle(answer: Answer, seen: Observation) -> Iterator[Finding]:
     if share < LEAST_IDLE:
         return
     calls = sum(one.calls for one in kinds if one is not None)
-    said = f"it is idle for {share:.0%} of the time in forward, backward and optimizer; {calls:,.0f} operations a step"
+    said = f"it is idle for {share:.0%} of the time, in forward, backward and optimizer; {calls:,.0f} operations a step"
     said += "" if facts.compiled else "; nothing is compiled"
     mend = "" if facts.compiled else "torch.compile(model), "
-    mend += 'mode="reduce-overhead" where shapes are fixed; more samples in a step, if memory allows'
+    mend += 'mode="reduce-overhead" where shapes are fixed; '
+    mend += f"{facts.optimizer}(..., fused=True); " if facts.can_fuse and seen.share("optimizer") >= LEAST_LOOP else ""
+    mend += "more samples in a step, if memory allows"
     yield _estimate("idle", WHAT["idle"], said, mend, share, None)
 
 

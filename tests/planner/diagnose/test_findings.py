@@ -23,7 +23,7 @@ from autoplan.planner.diagnose.records import (
     Suspect,
     SwitchTrial,
 )
-from autoplan.planner.diagnose.session import line_of_samples, seen_once
+from autoplan.planner.diagnose.session import graph_breaks, line_of_samples, seen_once
 from autoplan.planner.diagnose.suspects import NO_EFFECT, TRIED, find_suspects, together, tried_words
 from autoplan.planner.diagnose.switches import STILL_AWAY, SWITCHES
 from autoplan.planner.records.trials import Interval
@@ -167,6 +167,7 @@ def test_a_gpu_that_waits_for_the_host_is_named_with_compiling_as_the_mend() -> 
     (found,) = find_causes(Answer(observation=seen))
     assert (found.cause, found.measured) == ("idle", False)
     assert "465 operations a step; nothing is compiled" in found.evidence and found.mend.startswith("torch.compile(")
+    assert "fused=True" in found.mend  # of 1,779 launches one is left
     assert 1.6 < found.gain.median < 1 / (1 - 0.42)
     (found,) = find_causes(Answer(observation=on_a_gpu(0.42, compiled=True)))
     assert found.mend.startswith('mode="reduce-overhead"') and "nothing is compiled" not in found.evidence
@@ -281,3 +282,18 @@ def test_a_finding_has_the_stack_of_its_line_or_of_its_part() -> None:
     told = told.model_copy(update={"observation": seen.model_copy(update={"stacks": (data, other), "parts": parts})})
     assert find_causes(told)[0].stack is other
     assert find_causes(Answer(observation=seen, trials=(trial("batches", 0.04),)))[0].stack is None
+
+
+def test_a_graph_break_has_the_line_of_the_users() -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        largest = x.max().item()
+        return x / largest
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x.sin())
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.graph_break_reasons.clear()
+    torch.compile(outer, backend="eager")(torch.rand(5))
+    (first, *_) = graph_breaks()
+    assert first.startswith(f"test_findings.py:{inner.__code__.co_firstlineno + 1}: ") and "item" in first
