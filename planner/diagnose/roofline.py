@@ -84,7 +84,7 @@ def measure_rates(device: str, dtypes: Sequence[str]) -> Rates:
     shape = (CUDA_BRIEF_SHAPES if device == "cuda" else CPU_BRIEF_SHAPES)[-1]
     with torch.random.fork_rng(), torch.no_grad():
         products = {dtype: _rate(matmul(place, dtype, shape), place) for dtype in dtypes}
-        if device == "cuda" and torch.get_float32_matmul_precision() == "highest":
+        if device == "cuda" and fp32_is_exact():
             torch.set_float32_matmul_precision("high")
             try:
                 products["tf32"] = _rate(matmul(place, "float32", shape), place)
@@ -96,6 +96,14 @@ def measure_rates(device: str, dtypes: Sequence[str]) -> Rates:
             bytes_per_s=_rate(copy, place),
             launch_s=probe_launch(place, repeats=5).value or 0.0,
         )
+
+
+def fp32_is_exact() -> bool:
+    """Whether products of fp32 are in fp32: not in TF32, whichever of torch's two settings says so."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # torch.backends.cuda.matmul.fp32_precision was set, to something else
+        return False
 
 
 def _rate(operation: Operation, place: torch.device) -> float | None:

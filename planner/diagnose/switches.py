@@ -14,6 +14,7 @@ import torch
 from autoplan.planner.diagnose.hooks import Hooks
 from autoplan.planner.diagnose.ranks import wrapped_models
 from autoplan.planner.diagnose.records import Suspect
+from autoplan.planner.diagnose.roofline import fp32_is_exact
 
 Undo = Callable[[], object]
 
@@ -130,7 +131,7 @@ def _foreach(hooks: Hooks, setting: int) -> Undo:
 
 
 def _has_tf32() -> bool:
-    return torch.get_float32_matmul_precision() != "highest"
+    return not fp32_is_exact()
 
 
 def _every_group(hooks: Hooks, name: str) -> bool:

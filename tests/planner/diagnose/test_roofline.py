@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoplan.planner.diagnose.records import Diagnosis, Operations, Rates
-from autoplan.planner.diagnose.roofline import kind_of, measure_rates, read_operations, without_shapes
+from autoplan.planner.diagnose.roofline import fp32_is_exact, kind_of, measure_rates, read_operations, without_shapes
 from autoplan.planner.records.trials import Interval
 from autoplan.report.diagnosis import document, operation_rows
 
@@ -151,6 +151,21 @@ def test_a_trace_for_perfetto_has_no_shapes() -> None:
     kept = without_shapes(trace)
     assert kept["schemaVersion"] == 1 and kept["traceEvents"][0]["args"] == {"External id": -1}
     assert trace["traceEvents"][0]["args"]["Input Dims"] == [[1, 2]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("how", ["allow_tf32", "fp32_precision", "high"])
+def test_a_script_that_has_tf32_already_is_read(how: str) -> None:
+    matmul = torch.backends.cuda.matmul
+    assert fp32_is_exact()
+    try:
+        if how == "high":
+            torch.set_float32_matmul_precision(how)
+        else:
+            setattr(matmul, how, True if how == "allow_tf32" else "tf32")
+        assert not fp32_is_exact()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert fp32_is_exact()
 
 
 def test_rates_are_measured_and_leave_the_random_numbers_alone() -> None:
