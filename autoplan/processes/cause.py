@@ -9,6 +9,7 @@ it; a trial's end is an outcome.
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 import sysconfig
@@ -352,8 +353,14 @@ def hanging_frame(report: ProcessReport) -> str | None:
 
 
 def is_users_file(file: str) -> bool:
-    """Whether a file of source is the user's own: no installed package, none of Python's or of autoplan's."""
-    if file.startswith("<") or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):
+    """Whether a file of source is the user's own: no installed package, none of Python's or of autoplan's.
+
+    Nor one that torch.compile has written, into its cache.
+    """
+    parts = Path(file).parts
+    if file.startswith("<") or not {"site-packages", "dist-packages"}.isdisjoint(parts):
+        return False
+    if any(part.startswith("torchinductor_") for part in parts):
         return False
     return not any(Path(file).is_relative_to(folder) for folder in _library_folders())
 
@@ -362,6 +369,9 @@ def is_users_file(file: str) -> bool:
 def _library_folders() -> tuple[str, ...]:
     """Where Python's own modules and autoplan's are; with and without its links followed."""
     own = Path(__file__).parent.parent
-    folders = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")]
+    caches = (os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"))
+    folders = [Path(cache) for cache in caches if cache] + [
+        Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")
+    ]
     folders += [own, own.resolve(), *(own.resolve().parent / name for name in ("planner", "probes", "strategies"))]
     return tuple({str(folder) for path in folders for folder in (path, path.resolve())})

@@ -410,7 +410,7 @@ def _compile_words(seen: Observation) -> str:
 
 
 def _recompiled_line(seen: Observation) -> str | None:
-    return seen.facts.recompiled[0].partition(": ")[0] if seen.facts.recompiled else None
+    return seen.facts.recompiled[0].partition(": ")[0] or None if seen.facts.recompiled else None
 
 
 def _is_open(trial: SwitchTrial, seen: Observation, chosen_from: int) -> bool:

@@ -610,9 +610,13 @@ def recompile_reasons() -> tuple[str, ...]:
     counts: collections.Counter[str] = collections.Counter()
     for one in read():
         if getattr(one, "recompile_reason", None):
-            reason = str(one.recompile_reason).strip().partition("\n")[0]
-            reason = re.sub(r"^\d+/\d+: *", "", reason).partition("  #")[0].partition(". expected")[0]
-            counts[f"{os.path.basename(one.co_filename or '')}:{one.co_firstlineno}: {reason[:120]}"] += 1
+            whole = str(one.recompile_reason).strip().partition("\n")[0]
+            reason = re.sub(r"^\d+/\d+: *", "", whole).partition("  #")[0].partition(". expected")[0].strip()
+            where = f"{os.path.basename(one.co_filename or '')}:{one.co_firstlineno}"
+            if not is_users_file(one.co_filename or "<"):  # a hook around it: torch says where the guard is from
+                found = re.search(r"([^\s/]+\.py:\d+) in ", whole)
+                where = found[1] if found else ""
+            counts[f"{where}: {reason[:120]}"] += 1
     return tuple(reason for reason, _ in counts.most_common(3))
 
 
@@ -621,8 +625,9 @@ def graph_breaks() -> tuple[str, ...]:
     counts: collections.Counter[str] = collections.Counter()
     for one in getattr(sys.modules.get("torch._dynamo.utils"), "graph_break_reasons", ()):
         own = [frame for frame in one.user_stack if is_users_file(frame.filename)]
-        where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}: " if own else ""
-        counts[where + str(one.reason).strip().partition("\n")[0][:120]] += 1
+        if own:  # not in a hook, which torch.compile meets after a break
+            where, reason = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}", str(one.reason).strip()
+            counts[f"{where}: {reason.splitlines()[0][:120]}"] += 1
     return tuple(reason for reason, _ in counts.most_common(3))
 
 

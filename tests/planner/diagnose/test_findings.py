@@ -27,6 +27,7 @@ from autoplan.planner.diagnose.session import graph_breaks, line_of_samples, see
 from autoplan.planner.diagnose.suspects import NO_EFFECT, TRIED, find_suspects, together, tried_words
 from autoplan.planner.diagnose.switches import STILL_AWAY, SWITCHES
 from autoplan.planner.records.trials import Interval
+from autoplan.processes.cause import is_users_file
 
 STEP = Interval(median=0.1, low=0.1, high=0.1, samples=20)
 
@@ -297,3 +298,8 @@ def test_a_graph_break_has_the_line_of_the_users() -> None:
     torch.compile(outer, backend="eager")(torch.rand(5))
     (first, *_) = graph_breaks()
     assert first.startswith(f"test_findings.py:{inner.__code__.co_firstlineno + 1}: ") and "item" in first
+
+
+def test_what_torch_compile_has_written_is_no_file_of_the_users() -> None:
+    assert is_users_file("/home/me/train.py")
+    assert not is_users_file("/home/me/torchinductor_me/vb/cvbkt.py")

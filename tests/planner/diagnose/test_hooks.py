@@ -17,6 +17,7 @@ from autoplan.planner.diagnose.clock import Clock
 from autoplan.planner.diagnose.hooks import Hooks, LoaderHooks, in_single
 from autoplan.planner.diagnose.records import Suspect
 from autoplan.planner.diagnose.sandbox import Sandbox
+from autoplan.planner.diagnose.session import recompile_reasons
 from autoplan.planner.diagnose.switches import Undo, can_foreach, can_fuse, has_acted, remove
 
 
@@ -275,3 +276,27 @@ def test_tf32_is_taken_back(tmp_path: Path) -> None:
         assert torch.get_float32_matmul_precision() == "high"
         undo()
         assert torch.get_float32_matmul_precision() == "highest"
+
+
+class Counting(nn.Module):
+    """A model whose guard on a Python number fails at each call."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def test_a_recompilation_has_the_line_of_the_users_and_not_of_a_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks = hooks_in(tmp_path)
+    monkeypatch.setattr(nn.Module, "__call__", hooks.modules._called(nn.Module.__call__))
+    torch._dynamo.reset()
+    model = torch.compile(Counting(), backend="eager", dynamic=False)
+    for _ in range(3):
+        model(torch.randn(4))
+    lines = {one.partition(": ")[0] for one in recompile_reasons() if "calls" in one}
+    first = Counting.forward.__code__.co_firstlineno
+    assert lines and lines <= {f"test_hooks.py:{first + n}" for n in range(3)}, recompile_reasons()
