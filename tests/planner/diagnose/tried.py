@@ -3,7 +3,7 @@
     python -m tests.planner.diagnose.tried FOLDER --out RESULTS               # again and again: it goes on
     python -m tests.planner.diagnose.tried FOLDER --out RESULTS --attach-cost
 
-FOLDER has NAME.py, NAME.mended.py and NAME.cause.txt for each script. The doctor runs on NAME.py; then both scripts run
+FOLDER has NAME.py, NAME.mended.py and NAME.cause.txt for each script; blind60.tar.gz beside this file holds sixty. The doctor runs on NAME.py; then both scripts run
 in fresh processes side by side, in an order that is drawn, and the seconds of their steps are compared. RESULTS keeps
 the doctor's document and the pairs of each script, which are not measured again. `accepted.json` says by script which
 of the doctor's causes are the planted one: to judge that takes a person; a script that is not in it is left open.
