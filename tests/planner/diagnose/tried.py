@@ -3,10 +3,11 @@
     python -m tests.planner.diagnose.tried FOLDER --out RESULTS               # again and again: it goes on
     python -m tests.planner.diagnose.tried FOLDER --out RESULTS --attach-cost
 
-FOLDER has NAME.py, NAME.mended.py and NAME.cause.txt for each script; blind60.tar.gz beside this file holds sixty. The doctor runs on NAME.py; then both scripts run
-in fresh processes side by side, in an order that is drawn, and the seconds of their steps are compared. RESULTS keeps
-the doctor's document and the pairs of each script, which are not measured again. `accepted.json` says by script which
-of the doctor's causes are the planted one: to judge that takes a person; a script that is not in it is left open.
+FOLDER has NAME.py, NAME.mended.py and NAME.cause.txt for each script; blind60.tar.gz beside this file holds sixty.
+The doctor runs on NAME.py; then both scripts run in fresh processes side by side, in an order that is drawn, and the
+seconds of their steps are compared. RESULTS keeps the doctor's document and the pairs of each script, which are not
+measured again. `accepted.json` says by script which of the doctor's causes are the planted one: to judge that takes a
+person; a script that is not in it is left open.
 
 A promise agrees if it is within 10 % of what the mend gave, or if each lies in the other's interval. An estimate says
 "up to": it agrees, too, if the mend gave less than it and more than 1. Figures that were measured beside other work are
