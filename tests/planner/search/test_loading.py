@@ -197,7 +197,7 @@ def test_batches_of_changing_shape_are_named(zygote: Zygote):
 def test_further_ahead_is_measured_also_where_more_workers_gain_nothing(zygote: Zygote, tmp_path: Path):
     lock = tmp_path / "lock"
     lock.touch()
-    answer, report = measured(zygote, OneAtATime(str(lock)), time_s=3.0, loss=slow_loss)
+    answer, report = measured(zygote, OneAtATime(str(lock)), time_s=8.0, loss=slow_loss)
     assert report.ended is Ended.FINISHED, report.describe()
     *numbers, further = [trial.setting for trial in answer.tried]
     assert [setting.prefetch_factor for setting in numbers] == [None, *[2] * (len(numbers) - 1)]
