@@ -141,7 +141,6 @@ def begin_search(means: Means) -> SearchContext:
         NoFeasiblePlanError: inspecting it takes more memory than a trial may take.
     """
     from autoplan.planner.trace.model_profile import VARIANT_KNOBS
-    from autoplan.planner.trace.rough_profile import only_rough
     from autoplan.probes.run import read_host_profile
 
     options, observer = means.options, means.observer
@@ -190,13 +189,13 @@ def begin_search(means: Means) -> SearchContext:
         why = "little memory is looked for" if options.objective == "memory" else "nothing is sure to fit"
         observer.on_phase("space", f"{why}: {', '.join(dict(context.held))} enters the space")
         space = make_space(choices)
-    context = _without_twins(replace(context, space=space))
-    profile = only_rough(context.profile, _variants(facts, context.space.candidates))
-    return _predicted(replace(context, profile=profile))
+    return _predicted(_without_twins(replace(context, space=space)))
 
 
 def _without_twins(context: SearchContext) -> SearchContext:
-    """The context without candidates that others beat, by the rates that it has."""
+    """The context without candidates that others beat by the rates that it has, nor the rough variants of these."""
+    from autoplan.planner.trace.rough_profile import only_rough
+
     options, profile = context.means.options, context.profile
     space = without_twins(
         context.space,
@@ -206,7 +205,7 @@ def _without_twins(context: SearchContext) -> SearchContext:
         sequence_length=profile.sequence_length,
         launch_over_work=context.estimator.launch_over_work,
     )
-    return replace(context, space=space)
+    return replace(context, space=space, profile=only_rough(profile, _variants(context.facts, space.candidates)))
 
 
 def prepare_search(means: Means) -> SearchContext:

@@ -179,10 +179,17 @@ def precomputed_cross_entropy(
     *,
     dtype: torch.dtype,
     cap: float | None = None,
+    compiles: bool = False,
 ) -> torch.Tensor:
-    """Chunk by chunk, gradients taken in the forward; matmuls in `dtype`, everything summed in fp32."""
+    """Chunk by chunk, gradients taken in the forward; matmuls in `dtype`, everything summed in fp32.
+
+    `compiles`: what lies between the matmuls is compiled; where that fails, it is not.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
-        return _Precomputed.apply(hidden, weight, bias, targets, dtype, cap, weight.requires_grad, False)
+        return _Precomputed.apply(hidden, weight, bias, targets, dtype, cap, weight.requires_grad, compiles)
+
+
+compiled_cross_entropy: Kernel = functools.partial(precomputed_cross_entropy, compiles=True)
 
 
 def loss_of_logits(
@@ -303,20 +310,6 @@ class _Precomputed(torch.autograd.Function):
 # On CUDA: torch's operations, or what lies between the matmuls compiled, as timed there. On an H100 in bf16 GPT-2's
 # head took 15.3 ms for 8,192 rows by torch's operations, of which matmuls are 2.7 ms; all logits at once 22.6 ms, and
 # compiled 4.6 ms; Liger's fused loss 28.5 ms, and at each head measured it was slower than torch's operations.
-
-
-def compiled_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-    cap: float | None = None,
-) -> torch.Tensor:
-    """`precomputed_cross_entropy` with what lies between its matmuls compiled; the same where that fails."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        return _Precomputed.apply(hidden, weight, bias, targets, dtype, cap, weight.requires_grad, True)
 
 
 def loss_and_low_gradient(

@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from autoplan.planner.records.trials import Interval, Outcome, Trial
+from autoplan.planner.records.trials import Interval, Outcome, Trial, WorkLine
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.sampler import make_sampler
+from autoplan.planner.search.state import check_s
 from autoplan.planner.search.trial_cost import (
     COMPILE_S,
     FIXED_S,
@@ -18,6 +20,7 @@ from autoplan.planner.search.trial_cost import (
     ModelCost,
     TrialCost,
     first_steps_s,
+    parity_parts_s,
     parity_s,
     takes_own_shapes,
 )
@@ -268,3 +271,15 @@ def test_a_check_takes_the_trials_own_shapes_where_that_costs_less_than_compilin
     assert not takes_own_shapes(cost, noisy, larger), "without dropout it is another graph"
     for knobs in ({"compile": "off"}, {"loss": "fused"}):
         assert not takes_own_shapes(cost, quick, larger.model_copy(update=knobs))
+
+
+def test_what_a_check_took_says_nothing_of_the_next_ones_compilation():
+    """On a GPU the first check took five times what was expected; the next one compiles too."""
+    trials = TrialCost((PLAIN, COMPILED), global_batch=8, num_blocks=12, device="cuda")
+    eager_s, _ = parity_parts_s(trials, COST, PLAIN)
+    line = WorkLine(kind="parity", config=PLAIN, began_s=0.0, seconds=5 * eager_s, predicted_s=2.0)
+    store = SimpleNamespace(ledger=(line,), parity_of=lambda config: None)
+    session: Any = SimpleNamespace(store=store, trial_cost=trials, parity_cost=COST)
+    running_s, compiling_s = parity_parts_s(trials, COST, COMPILED)
+    assert compiling_s > 10.0
+    assert check_s(session, COMPILED) == pytest.approx(5 * running_s + compiling_s)

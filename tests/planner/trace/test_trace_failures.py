@@ -1,5 +1,9 @@
 """No technique ends a trace: a variant that fails is left out with its reason, and there is a limit of time."""
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +14,9 @@ from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.trace.build_profile import profile_workload
 from autoplan.planner.trace.model_profile import PLAIN, TraceRequest, VariantKey, variants_of, variants_to_trace
 from autoplan.planner.trace.rough_profile import rough_variant, with_rough_variants
-from autoplan.planner.trace.trace import trace_profile
+from autoplan.planner.trace.trace import TraceLimits, trace_profile
 from autoplan.probes.run import read_host_profile
+from autoplan.processes import ProcessReport, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.inspect import inspect_workload
 from autoplan.strategies.workloads.objects import spec_from_objects, workload_from_objects
@@ -297,3 +302,43 @@ def test_tensors_without_values_in_a_packages_globals_do_not_outlive_their_proce
     assert facts.knob("micro_batch").values == (1, 2, 4, 8) and facts.parameters == 72
     profile = trace_profile(spec, device="cpu", zygote=training_zygote, variants=(PLAIN,), cache_dir=tmp_path / "cache")
     assert profile.method == "measured_block" and "not traced on fake tensors" in profile.notes[0]
+
+
+@torch.library.custom_op("trace_failures::crashes", mutates_args=())
+def crashes(inputs: torch.Tensor) -> torch.Tensor:
+    """Ends the process where it runs by itself, on tensors with values."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return inputs.clone()
+
+
+@crashes.register_fake
+def _(inputs: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(inputs)
+
+
+class Crashing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(crashes(inputs))
+
+
+def test_an_operation_that_crashes_by_itself_costs_the_times_and_not_the_trace(tmp_path: Path) -> None:
+    """As an attention kernel did on a GPU, whose seed was made up."""
+    spec = spec_from_objects(make_workload(Crashing))
+    lost: list[ProcessReport] = []
+    with Zygote() as zygote:
+        found = trace_profile(
+            spec,
+            device="cpu",
+            zygote=zygote,
+            hardware=make_hardware(),
+            cache_dir=tmp_path,
+            limits=TraceLimits(timing_budget_s=5.0),
+            on_attempt=lost.append,
+        )
+    assert [report.first_failure.signal for report in lost if report.first_failure] == [signal.SIGSEGV]
+    assert found.method == "traced" and not found.rough_variants
+    assert all(group.measured_s is None for group in found.variants[PLAIN.text()].groups)

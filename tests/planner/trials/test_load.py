@@ -19,6 +19,7 @@ from autoplan.planner.trials.device_monitor import GpuMonitor
 from autoplan.planner.trials.load import LoadMonitor, cpu_problem
 from autoplan.probes.cgroup import cpu_stat_path
 from autoplan.probes.cpu import CpuTimes, read_idle, read_pressure, read_throttling
+from autoplan.probes.nvml import open_nvml
 from tests.probes.fake_nvml import FakeGpu, FakeNvml, Record
 
 CPU = torch.device("cpu")
@@ -164,8 +165,6 @@ class Nvml(FakeNvml):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[UsedGpu, GpuMonitor]]:
     """A monitor of a card that this process runs on."""
-    from autoplan.probes.nvml import open_nvml
-
     card = UsedGpu(processes=[Record(pid=os.getpid(), usedGpuMemory=1)])
     monitor = GpuMonitor(CPU)
     monitor._gpu.nvml, _ = open_nvml(Nvml([card]))
@@ -235,3 +234,26 @@ def test_without_a_gpu_nothing_is_asked():
     monitor.sample()
     monitor.end()
     assert monitor.problem(0.0) is None and monitor.clocks_hz == []
+
+
+def test_the_peak_of_a_run_is_not_that_of_other_processes(monkeypatch: pytest.MonkeyPatch):
+    """Two others take 11 GiB of the card while this process takes 2."""
+    card = UsedGpu(processes=[Record(pid=os.getpid(), usedGpuMemory=1 << 30)])
+    memory = {"free": 70 << 30, "reserved": 1 << 30}
+
+    def opened(self: Any, device: torch.device) -> None:
+        self.nvml, _ = open_nvml(Nvml([card]))
+        self.handle = card
+
+    monkeypatch.setattr(device_monitor._Gpu, "__init__", opened)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory["free"], 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    for name in ("max_memory_reserved", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: memory["reserved"])
+    monitor = device_monitor.MemoryMonitor(torch.device("cuda"), None)
+    memory["free"] = 57 << 30
+    card.processes = [Record(pid=os.getpid(), usedGpuMemory=3 << 30), Record(pid=1, usedGpuMemory=11 << 30)]
+    assert monitor.read().driver_bytes == 2 << 30
+    card.processes = []  # a container, whose processes the driver does not show
+    assert monitor.read().driver_bytes == 13 << 30

@@ -75,6 +75,9 @@ def test_where_nothing_differs_no_cause_is_made_up() -> None:
     ("window", "kind", "words", "code"),
     [
         ({"disturbed": "other work took 41% of the CPU time"}, "others", "41%", 4),
+        ({"gpu_others_share": 0.12}, "others", "12% of the GPU", 4),
+        ({"others_cpu_share": 0.6}, "others", "60% of the cores", 4),
+        ({"others_cpu_share": 0.1, "gpu_others_share": 0.01}, "unknown", "nothing", 3),
         ({"clock_events": (THROTTLED,)}, "clocks", THROTTLED, 4),
         ({"throttled_s": 30.0}, "quota", "0.5 s a second", 4),
         ({"sm_clock_hz": 1.2e9}, "clocks", "1200 MHz, and 1900 MHz", 4),
