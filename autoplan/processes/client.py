@@ -127,6 +127,28 @@ class Zygote:
         self._pid, self.preload_errors = ready["pid"], ready["preload_errors"] | left_out
         self.threads = ready["threads"]
 
+    def load(self, modules: Sequence[str]) -> None:
+        """Has further modules imported before the next task: what the tasks before had no use for.
+
+        What fails to import is left to the ranks. A zygote that is lost by it is started anew by the next task.
+        """
+        new = [name for name in modules if name not in self._preload]
+        self._preload += new
+        if not new or not self.alive:
+            return  # they are there, or are imported when it starts
+        try:
+            self._send({"kind": "load", "modules": new})
+            ready = self._await_ready(time.monotonic())
+        except (_Gone, ZygoteError):
+            self._lose()
+            return
+        except BaseException:
+            self._discard()
+            raise
+        self.preload_errors |= ready["preload_errors"]
+        if ready["cuda_initializer"] is not None:  # `start` finds out again which it is
+            self._discard()
+
     def close(self) -> None:
         """Ends the zygote and everything that it started."""
         if self._connection is not None:

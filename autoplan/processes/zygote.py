@@ -55,8 +55,7 @@ def main(connection_fd: int, planner_pid: int, preload: list[str]) -> NoReturn:
     errors, initializer = _import_all(preload)
     _stay_alive(connection)
     signal.signal(signal.SIGTERM, _on_sigterm)
-    gc.collect()
-    gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page in each rank
+    _keep_shared()
     exit_code = 0
     try:
         server.announce(errors, initializer)
@@ -95,6 +94,11 @@ class ZygoteServer:
         """Runs tasks until the planner is gone (`PlannerGone`)."""
         while True:
             header, payload = self._next_request()
+            if header["kind"] == "load":
+                errors, initializer = _import_all(header["modules"])
+                _keep_shared()
+                self.announce(errors, initializer)
+                continue
             if header["kind"] != "run":
                 continue  # a cancellation that crossed the end of its task
             supervisor = Supervisor(
@@ -147,6 +151,12 @@ class ZygoteServer:
             except BlockingIOError:
                 return
             del self._unsent[:sent]
+
+
+def _keep_shared() -> None:
+    """The collector would otherwise touch, and so copy, every inherited page in each rank."""
+    gc.collect()
+    gc.freeze()
 
 
 def _import_all(names: list[str]) -> tuple[dict[str, str], str | None]:

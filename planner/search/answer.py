@@ -28,7 +28,6 @@ from autoplan.planner.space.prune import HOST_LIMIT
 from autoplan.planner.store.store import PLAN_FILE, Store
 from autoplan.planner.trials.runner import make_attempt
 from autoplan.processes import ProcessReport
-from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_bytes, format_number
 
@@ -49,7 +48,6 @@ class SearchRun:
         devices: That this planner holds.
         context: None until the machine and the workload are known.
         session: None until trials can run.
-        kept: The configuration of the unverified plan in the store; None: there is none of this run of the search.
         finished_before: The end that the record had as this run began.
     """
 
@@ -60,7 +58,6 @@ class SearchRun:
     devices: int = 1
     context: SearchContext | None = None
     session: Session | None = None
-    kept: TrainingConfig | None = None
     finished_before: Mapping[str, Any] | None = None
 
     def finish(self, status: Status, reason: str, hint: str, *, ended_by: str = "time") -> SearchResult:
@@ -162,14 +159,6 @@ def keep_unverified(run: SearchRun, ended: str, out: str | Path | None = None) -
     except Exception as error:
         run.observer.on_note(f"the best so far could not be written as a plan: {error}")
     return None if path is None else str(path)
-
-
-def keep_leader(run: SearchRun, session: Session) -> None:
-    """The same while the search runs, where another configuration leads: what SIGKILL ends leaves one too."""
-    leader = session.leader
-    if leader is not None and leader.config not in (run.kept, session.plain_config):
-        run.kept = leader.config
-        keep_unverified(run, "something ended the search")
 
 
 def drop_unverified(run: SearchRun) -> None:

@@ -143,8 +143,8 @@ class CandidateModel:
         """The assessment after the trials so far."""
         if self._assessment is None:
             tried = tried_configs(self.trials) | self.out_of_turn | self._elsewhere
-            prior = self._prior(self.candidates)
-            trial_prior = self._prior([trial.config for trial in self.trials]) if self.trials else prior
+            prior = self._prior()
+            trial_prior = self._prior_of_trials() if self.trials else prior
             posterior = self._surrogate.posterior(prior, self.trials, trial_prior)
             best = self.best_trial()
             cost = np.ones(len(self.candidates)) if self._cost is None else self._cost.all_s(np.exp(posterior.log_time))
@@ -225,12 +225,21 @@ class CandidateModel:
         """The fastest measured trial that may be the plan."""
         return best_trial(trial for trial in self.trials if self._allows(trial.config))
 
-    def _prior(self, configs: Sequence[TrainingConfig]) -> Prior:
-        if self.estimator is not None:
-            return Prior.of(self.estimator.table(configs))
+    def _prior(self) -> Prior:
+        """Of the candidates."""
+        if self.estimator is None:
+            return self._flat_prior(len(self.candidates))
+        return Prior.of(self.estimator.table(self.candidates))
+
+    def _prior_of_trials(self) -> Prior:
+        if self.estimator is None:
+            return self._flat_prior(len(self.trials))
+        return Prior.joined([Prior.of(self.estimator.table([trial.config])) for trial in self.trials])
+
+    def _flat_prior(self, size: int) -> Prior:
         times = [math.log(t.step_time_s.median) for t in self.trials if t.step_time_s is not None]
         peaks = [math.log(t.peak_memory_bytes) for t in self.trials if t.peak_memory_bytes]
-        ones, width = np.ones(len(configs)), math.log(FLAT_FACTOR) / Z_90
+        ones, width = np.ones(size), math.log(FLAT_FACTOR) / Z_90
         return Prior(
             log_time=ones * float(np.mean(times or [0.0])),
             log_time_sd=ones * width,

@@ -21,7 +21,7 @@ from autoplan.planner.search.setup import context_bytes
 from autoplan.planner.search.trial_cost import was_warm, what_is_compiled
 from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.planner.trials.request import CompileAnswer, CompileRequest
-from autoplan.planner.trials.runner import PHASE_DEADLINES_S
+from autoplan.planner.trials.runner import PHASE_DEADLINES_S, load_compiler
 from autoplan.processes import Cause, Ended, ProcessReport, RankReport, Task, ZygoteError, cause_of
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
 
@@ -172,6 +172,7 @@ class CompileAhead:
         )
         began_s = session.store.spent_s
         try:
+            load_compiler(session.zygote, *(one.config for one in waiting))
             report = session.zygote.run(task, on_progress=session.on_progress)
         except ZygoteError as error:
             if not error.transient:

@@ -14,7 +14,8 @@ No piece has a share of the budget. There is one constraint: after a piece, the 
 leader still needs, and what the configuration needs that the piece may make the leader: its parity check and the rounds
 of the claim (two, and more where runs differ much). The plain run needs nothing: it is the plan if nothing faster is
 found. If the budget holds no look with its claim (the plain run alone takes a third of it), looks and the parity check
-go on without one: a checked plan whose speed-up rests on single looks is worth more than none.
+go on without one: a checked plan whose speed-up rests on single looks is worth more than none. Where looks with a claim
+were made and the plain run leads, it is the plan: what a last look finds could not be proved.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ class State:
         pairs: The leader beside each configuration that the bound does not put behind it.
         leader_needs_s: What the leader still needs: its parity check and the rounds of the claim; 0 for the plain run.
         claim: The claim of the leader, to be made or gone on with; None: it is made, or there is nothing to claim.
+        claim_fitted: A look was made while there was time for its claim.
         claim_began: It was begun: nothing comes between its rounds, and nothing after them.
         out_of_looks: --max-trials is reached.
         hopeful: Whether any untried configuration could still win, had it the time.
@@ -156,6 +158,7 @@ class State:
     pairs: Sequence[Option] = ()
     leader_needs_s: float = 0.0
     claim: Option | None = None
+    claim_fitted: bool = False
     claim_began: bool = False
     out_of_looks: bool = False
     hopeful: bool = False
@@ -178,7 +181,7 @@ def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
     if state.claim_began:
         return _proof(state, left_s)
     options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices)]
-    if not options and not _holds_claim(state, left_s):
+    if not options and not _holds_claim(state, left_s) and not (state.claim_fitted and state.leader_needs_s == 0):
         options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices, claimed=False)]
     options.sort(key=lambda one: -one.score)
     if options:

@@ -15,15 +15,11 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 
 PRELOAD = (
     "torch",
-    "transformers",
     "autoplan.planner.trials.worker",
     "autoplan.strategies.prepare",
     "autoplan.strategies.workloads.sources",
-    "torch._inductor.compile_fx",
 )
-"""Of every search. The compiler is among them: its import takes 0.9 s of CPU time, and each rank that compiles would
-pay it. It starts no process and no thread before the first compilation (torch 2.13, torch/_dynamo/backends/inductor.py,
-`inductor`), and touches no device."""
+"""Of every search. The compiler comes before the first trial that needs it (trials/runner.py)."""
 
 MODELS = "transformers.modeling_utils"
 """The module that every model of transformers imports, some 600 modules in all: a second or more of each rank."""

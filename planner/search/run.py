@@ -367,14 +367,12 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
     while True:
         if session.side is not None and session.side.full:
             await_look(session, session.side)
-            answer.keep_leader(run, session)
             continue
         session.take_in_others()
         if run.ended_elsewhere():
             return answer.finished_elsewhere(run)
         work = drawn(session, next_work(read_state(session, ahead), session.left_s, session.context.nproc))
         if take_turn(session, work):
-            answer.keep_leader(run, session)
             continue
         if work.key is not None and not session.store.claim(work.key, alone=work.kind in ALONE):
             waits_for = session.wait_for_others(waits_for)
@@ -382,6 +380,8 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
         session.ended_by = work.ended_by
         if work.kind == "end":
             break
+        if work.kind == "look" and work.cost_s + work.needs_s <= session.left_s:
+            session.claim_fitted = True
         session.observer.on_work(work, session.best, session.budget())
         try:
             do(session, work, ahead)
@@ -389,7 +389,6 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
             session.note(f"{lost.flag_message}. The database had not heard of this planner for too long")
         if work.kind != "claim":  # its rounds are one planner's
             session.store.release()
-        answer.keep_leader(run, session)
     ahead.say()
     if not session.plain_is_known:
         needed_s = session.store.spent_s + plain_needs_s(session)

@@ -79,6 +79,7 @@ class Session:
         unchecked: Configurations whose parity check did not come to its end in this run of the search.
         ended_claims: Numbers of claims whose rounds ended early.
         traced: Configurations whose variants were traced in this run of the search, as far as there was time.
+        claim_fitted: A look was made while there was time for its claim.
         unpaired: Configurations whose pair with the leader ended early or is void: this run makes no other.
         taken: Keys of the pieces of work that run elsewhere (`Option.key`): that other planners of the study have, or
             that run on other parts of this machine.
@@ -103,10 +104,12 @@ class Session:
     loading_s: float = 0.0
     unchecked: set[TrainingConfig] = field(default_factory=set)
     ended_claims: set[int] = field(default_factory=set)
+    claim_fitted: bool = False
     unpaired: set[TrainingConfig] = field(default_factory=set)
     traced: set[TrainingConfig] = field(default_factory=set)
     taken: frozenset[str] = frozenset()
     _spread: tuple[int, Spread] | None = None  # by the number of trials
+    _firsts: tuple[int, dict[TrainingConfig, Trial]] | None = None
     devices: int = 1
     _began_s: float | None = None
     _others_since: dict[str, float] = field(default_factory=dict)  # their pieces, and our clock when we saw them first
@@ -229,7 +232,10 @@ class Session:
 
     def first_run(self, config: TrainingConfig) -> Trial | None:
         """The first good trial of a configuration."""
-        return next((runs.first for runs in collect_runs(self.store.trials) if runs.config == config), None)
+        trials = self.store.trials
+        if self._firsts is None or self._firsts[0] != len(trials):
+            self._firsts = len(trials), {runs.config: runs.first for runs in collect_runs(trials)}
+        return self._firsts[1].get(config)
 
     def has_verdict(self, config: TrainingConfig) -> bool:
         """Whether a trial of it came to its end; one that the budget ended says nothing."""

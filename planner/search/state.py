@@ -82,6 +82,7 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
         pairs=[] if leader is None else list(_pairs(session, leader)),
         leader_needs_s=needs_s,
         claim=claim,
+        claim_fitted=session.claim_fitted,
         claim_began=began,
         out_of_looks=out_of_looks,
         hopeful=bool((session.model.hopeful() if session.sampler is None else session.model.assess().untried).any()),
@@ -145,9 +146,10 @@ def _looks(session: Session) -> Iterator[Option]:
     """Our sampler's candidates; of another sampler one that it is going to draw."""
     model = session.model
     if session.sampler is None:
+        gain = _leading_gain(session)
 
         def after(config: TrainingConfig, look_s: float) -> tuple[float, float]:
-            return needs_s(session, config, look_s), check_s(session, config)
+            return needs_s(session, config, look_s, gain), check_s(session, config)
 
         yield from looks_of(model, session.left_s, after)
         return
@@ -235,19 +237,35 @@ def _counted_s(session: Session, runs: CandidateRuns) -> float:
 # Proving.
 
 
-def needs_s(session: Session, config: TrainingConfig, look_s: float | None = None) -> float:
+def needs_s(
+    session: Session, config: TrainingConfig, look_s: float | None = None, leading_gain: float | None = None
+) -> float:
     """Seconds that a configuration needs if it leads: its parity check and the rounds of the claim.
 
     Args:
         session: The search.
         config: The configuration.
         look_s: What its look is expected to take; None: it is predicted here, which takes some 10 ms.
+        leading_gain: Of the leader, as `_leading_gain` has it; None: it is worked out here.
     """
     plain = session.baseline
     if plain is None or config == plain.config:
         return 0.0
-    rounds = rounds_kept(_round_spread(session, config))
+    spread = _round_spread(session, config)
+    if spread is not SLICED:
+        leading_gain = 0.0
+    elif leading_gain is None:
+        leading_gain = _leading_gain(session)
+    rounds = rounds_kept(spread, leading_gain)
     return check_s(session, config) + SLOW_MOMENTS * rounds * round_s(session, config, look_s)
+
+
+def _leading_gain(session: Session) -> float:
+    """The logarithm of the leader's speed-up, in percents: whoever leads next gains as much at least."""
+    plain, leader = session.baseline, session.leader
+    if plain is None or plain.step_time_s is None or leader is None:
+        return 0.0
+    return max(0.0, round(math.log(plain.step_time_s.median / leader.look_s), 2))
 
 
 def leader_needs_s(session: Session, leader: CandidateRuns) -> float:

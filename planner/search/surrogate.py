@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -80,6 +80,12 @@ class Prior:
             table.peak_memory_bytes, table.peak_memory_low_bytes, table.peak_memory_high_bytes, MIN_MEMORY_WIDTH
         )
         return cls(log_time=time, log_time_sd=time_sd, log_memory=memory, log_memory_sd=memory_sd)
+
+    @classmethod
+    def joined(cls, priors: Sequence[Prior]) -> Prior:
+        """Of all their configurations, in their order."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: np.concatenate([getattr(prior, name) for prior in priors]) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

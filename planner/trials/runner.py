@@ -48,6 +48,11 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 TARGET = "autoplan.planner.trials.worker:run_trial"
 ROUND_TARGET = "autoplan.planner.trials.worker:run_round"
 
+COMPILER = ("torch._inductor.compile_fx",)
+"""Imported before the first trial that compiles, once for all ranks: it takes 1 to 2.5 s. It starts no process and no
+thread before the first compilation (torch 2.13, torch/_dynamo/backends/inductor.py, `inductor`), and touches no device.
+"""
+
 # Seconds that a phase may take before the trial counts as stuck. The search's budget may set an earlier deadline for
 # the whole trial.
 PHASE_DEADLINES_S: Mapping[str, float] = {
@@ -158,6 +163,12 @@ class TrialLimits(TypedDict, total=False):
     round: int | None
 
 
+def load_compiler(zygote: Zygote, *configs: TrainingConfig) -> None:
+    """Has the compiler imported, if one of the configurations needs it: the fused loss has a compiled part too."""
+    if any(config.compile != "off" or config.loss == "fused" for config in configs):
+        zygote.load(COMPILER)
+
+
 class TrialRunner:
     """Runs the trials of one search, one after another.
 
@@ -222,6 +233,7 @@ class TrialRunner:
             on_attempt: Is told of each run that something outside ended; the trial is then run again.
             left_s: Seconds left for running it again; None: as many as it takes.
         """
+        load_compiler(self.zygote, order.config)
         started, began = _utc_now(), time.monotonic()
         task = Task(
             target=TARGET,
@@ -273,6 +285,7 @@ class TrialRunner:
             All trials; none, and how it ended, where one of them did not come to its end, which is no verdict: they
             shared the memory.
         """
+        load_compiler(self.zygote, *(order.config for order in orders))
         started, began = _utc_now(), time.monotonic()
         runners = runners or [self for _ in orders]
         requests = tuple(runner._request(order) for runner, order in zip(runners, orders, strict=True))

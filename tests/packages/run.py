@@ -166,7 +166,7 @@ def shared_zygote() -> Iterator[None]:
     from autoplan.planner.search.preload import PRELOAD
     from autoplan.processes.client import Zygote
 
-    with Zygote(preload=PRELOAD) as zygote:
+    with Zygote(preload=(*PRELOAD, "transformers")) as zygote:
 
         @contextlib.contextmanager
         def same(**_: Any) -> Iterator[Zygote]:

@@ -85,6 +85,18 @@ class CostTable(Outlook):
     memory: MemoryParts
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uncalibrated:
+    """Predictions as columns before trials correct them: it takes long to make, and trials change nothing in it."""
+
+    candidates: Candidates
+    parts_s: Floats
+    bubble_s: Floats
+    hardware_flops: Floats
+    memory: MemoryParts
+    host_bytes: Floats
+
+
 class Estimator:
     """Memory and time of configurations before they run.
 
@@ -120,6 +132,8 @@ class Estimator:
         doubts = np.square([self.rates.doubts.get(name, 0.0) for name in FACTORS])
         self.time_fit = TimeFit(prior_sd=np.sqrt(np.square(list(PRIOR_SD.values())) + doubts))
         self.memory_fit = MemoryFit(BASE_BYTES[device], SLACK[device])
+        self._of_one: dict[TrainingConfig | None, Uncalibrated] = {}
+        self._last: tuple[Sequence[TrainingConfig], Uncalibrated] | None = None
 
     # Predictions.
 
@@ -132,8 +146,22 @@ class Estimator:
 
     def table(self, configs: Sequence[TrainingConfig]) -> CostTable:
         """Predictions as columns, in the order of the configurations."""
+        return self._calibrated(self._columns(configs))
+
+    def _columns(self, configs: Sequence[TrainingConfig]) -> Uncalibrated:
+        """What trials do not change. It is kept of each single configuration, and of the last tuple."""
+        single = configs[0] if len(configs) == 1 else None
+        if single in self._of_one:
+            return self._of_one[single]
+        if self._last is not None and configs is self._last[0]:
+            return self._last[1]
         blocks = self.profile.num_blocks
-        return self.predict(from_configs(configs, self.global_batch, device=self.device, num_blocks=blocks))
+        made = self._work_out(from_configs(configs, self.global_batch, device=self.device, num_blocks=blocks))
+        if single is not None:
+            self._of_one[single] = made
+        elif isinstance(configs, tuple):
+            self._last = configs, made
+        return made
 
     def outlook(self, configs: Sequence[TrainingConfig]) -> Outlook:
         """As much of `table` as it takes to choose among millions: what is priced alike is predicted once."""
@@ -166,7 +194,11 @@ class Estimator:
         return None if knobs()[knob].unpriced else value
 
     def predict(self, candidates: Candidates) -> CostTable:
-        """Predictions of candidates as columns, variant by variant."""
+        """Predictions of candidates as columns."""
+        return self._calibrated(self._work_out(candidates))
+
+    def _work_out(self, candidates: Candidates) -> Uncalibrated:
+        """Variant by variant."""
         size = len(candidates)
         parts, memory = np.zeros((len(FACTORS), size)), np.zeros((len(MEMORY_PARTS), size))
         bubble, flops, host = np.zeros(size), np.zeros(size), np.zeros(size)
@@ -176,8 +208,14 @@ class Estimator:
             held = traced_memory(plain, full, self.profile, some)
             memory[:, here] = [getattr(held, name) for name in MEMORY_PARTS]
             host[here] = traced_offload(plain, full, self.profile, some).host_bytes
-        kept = MemoryParts(**dict(zip(MEMORY_PARTS, memory, strict=True)))
-        return self._calibrated(candidates, parts, bubble, flops, kept, host)
+        return Uncalibrated(
+            candidates=candidates,
+            parts_s=parts,
+            bubble_s=bubble,
+            hardware_flops=flops,
+            memory=MemoryParts(**dict(zip(MEMORY_PARTS, memory, strict=True))),
+            host_bytes=host,
+        )
 
     def launch_over_work(self, configs: Sequence[TrainingConfig]) -> Floats:
         """Seconds in which the host launches a micro-step over those in which the device works at it."""
@@ -200,12 +238,11 @@ class Estimator:
             full = self.variant(candidates.variants[int(some.full_variant[0])])
             yield here, some, plain, full
 
-    def _calibrated(
-        self, candidates: Candidates, parts: Floats, bubble: Floats, flops: Floats, memory: MemoryParts, host: Floats
-    ) -> CostTable:
+    def _calibrated(self, raw: Uncalibrated) -> CostTable:
         """The table of what finished trials make of the parts."""
-        step, sd = self.time_fit.predict(parts)
-        bubble = bubble * step / np.maximum(parts.sum(axis=0), 1e-30)
+        candidates, memory = raw.candidates, raw.memory
+        step, sd = self.time_fit.predict(raw.parts_s)
+        bubble = raw.bubble_s * step / np.maximum(raw.parts_s.sum(axis=0), 1e-30)
         step = step + bubble
         peak = self.memory_fit.predict(memory.live * np.where(candidates.keeps_memory, 1 + KEPT_SHARE, 1.0))
         time_spread, memory_spread = spread(sd), spread(self.memory_fit.sd)
@@ -217,10 +254,10 @@ class Estimator:
             peak_memory_low_bytes=peak / memory_spread,
             peak_memory_high_bytes=peak * memory_spread,
             live_bytes=memory.live,
-            host_bytes=host,
+            host_bytes=raw.host_bytes,
             model_flops=np.full(len(candidates), model_flops(self.profile, self.global_batch)),
-            hardware_flops=flops,
-            parts_s=parts,
+            hardware_flops=raw.hardware_flops,
+            parts_s=raw.parts_s,
             bubble_s=bubble,
             input_s=(self.profile.input_s_per_sample or 0.0) * self.global_batch / candidates.dp,
             memory=memory,

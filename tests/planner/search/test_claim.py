@@ -440,6 +440,14 @@ def test_the_assumed_spread_gives_way_to_what_is_measured():
     )
 
 
+def test_time_is_kept_for_the_rounds_that_show_the_leaders_gain():
+    kept = [rounds_kept(SLICED, math.log(ratio)) for ratio in (1.5, 1.25, 1.12, 1.08, 1.02)]
+    assert kept == sorted(kept) and kept[0] == kept[1] == LEAST_ROUNDS < kept[2] < kept[3] == kept[4]
+    assert rounds_kept(SLICED) == LEAST_ROUNDS, "nobody leads yet"
+    for ratio, rounds in ((1.25, kept[1]), (1.12, kept[2])):
+        assert half_width(SLICED, rounds, mean=True) < math.log(ratio)
+
+
 def test_what_is_a_tie_depends_on_the_measured_spread():
     trials = [a_trial(0, "search", OTHERS[0], 1.0), a_trial(1, "search", OTHERS[1], 1.015)]
     trials += [a_trial(2 + i, "finalist", config, time_s, round=0) for i, (config, time_s) in enumerate(

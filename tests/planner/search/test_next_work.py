@@ -81,6 +81,14 @@ def test_a_budget_that_holds_no_claim_still_finds_and_checks():
     assert next_work(leads, 24.9).kind == "parity", "the leader's check is longer than the candidate's"
 
 
+def test_no_look_is_made_that_could_not_be_proved_after_others_were_with_their_claim():
+    state = State(looks=[look(cost_s=2.0, needs_s=10.0, check_s=3.0)], claim_fitted=True)
+    assert next_work(state, 12.0).kind == "look"
+    assert next_work(state, 11.9).kind == "end", "the plain run leads, and is the plan"
+    assert next_work(replace(state, leader_needs_s=20.0), 11.9).kind == "look", "no proof is lost by it"
+    assert next_work(replace(state, claim_fitted=False), 11.9).kind == "look"
+
+
 def test_the_claim_is_not_given_up_for_looks_where_the_budget_holds_it():
     state = State(looks=[look(cost_s=1.0, needs_s=25.0, check_s=2.0)], leader_needs_s=20.0, claim=option("claim", 20.0))
     assert next_work(state, 20.5).kind == "claim"

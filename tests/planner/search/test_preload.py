@@ -1,6 +1,8 @@
 """What the zygote imports before it forks ranks: the code of the model, where it is known."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -43,6 +45,26 @@ def test_a_rank_has_the_code_of_the_model_already() -> None:
         assert not zygote.preload_errors
         report = zygote.run(Task(target="tests.planner.search.test_preload:modules_in_rank", total_deadline_s=60.0))
     assert report.check().ranks[0].result is True
+
+
+def test_what_one_task_needs_is_imported_before_it_and_stays(tmp_path: Path) -> None:
+    task = Task(target="tests.planner.search.test_preload:has_colorsys", total_deadline_s=60.0)
+    with Zygote(preload=["json"]) as zygote:
+        assert zygote.run(task).check().ranks[0].result is False
+        pid = zygote.pid
+        zygote.load(["colorsys", "no_such_module"])
+        assert zygote.run(task).check().ranks[0].result is True and zygote.pid == pid
+        assert list(zygote.preload_errors) == ["no_such_module"]
+        zygote.renew()
+        assert zygote.run(task).check().ranks[0].result is True and zygote.pid != pid, "another one has it too"
+        os.kill(zygote.pid or 0, signal.SIGKILL)
+        zygote.load(["wave"])
+        assert zygote.run(task).check().ranks[0].result is True
+
+
+def has_colorsys(context: object) -> bool:
+    """Whether the rank has a module that nothing else imports."""
+    return "colorsys" in sys.modules
 
 
 def modules_in_rank(context: object) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from autoplan.errors import PlanError, StoreError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.search import answer
-from autoplan.planner.search.answer import PLAN_FILE, SearchRun, keep_leader, keep_unverified
+from autoplan.planner.search.answer import PLAN_FILE, SearchRun, keep_unverified
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.plan_maker import UNCHECKED
 from autoplan.planner.store.store import Store
@@ -136,15 +136,3 @@ def test_a_broken_disk_does_not_change_the_exit_code(
     monkeypatch.setattr(Plan, "save", save)
     assert (answer.interrupted(run).exit_code, answer.interrupted(run).unverified_path) == (130, None)
     assert run.finish("budget_ended", "the budget ended", "Give it more time.").exit_code == 5
-
-
-def test_a_new_leader_is_kept_while_the_search_runs(run: SearchRun, tmp_path: Path) -> None:
-    session: Any = run.session
-    keep_leader(run, session)
-    assert Plan.load(run.store.folder / FILE).config == session.config
-    assert not (tmp_path / "mine.unverified.json").exists(), "that one is written at the end"
-    (run.store.folder / FILE).unlink()
-    keep_leader(run, session)
-    assert not (run.store.folder / FILE).exists(), "the same leader is not written twice"
-    keep_leader(run, Leading("tf32"))  # type: ignore[arg-type]
-    assert (run.store.folder / FILE).exists()
