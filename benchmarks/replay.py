@@ -7,7 +7,7 @@ A replay is a `Session` whose runner answers from the table, and whose store is 
 by what each run took when it was recorded. `next_work` names the pieces and `work.do` does them, as in a live search:
 looks, pairs side by side, the parity check, the rounds of the claim. A run draws one of the processes of its
 configuration, and then its steps out of that process's steps; two runs of a pair draw two processes. A look that the
-bound puts behind the leader ends early (tables with each step's time).
+bound puts behind the leader ends early (tables with each step's time). What is compiled ahead takes what is predicted.
 
 A configuration that compiles takes its time with an empty cache the first time that its graph is compiled in the
 replay. The parity check takes what is predicted of it, and passes. Not in a replay: probes, traces, imports. The hand
@@ -19,7 +19,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -30,7 +30,7 @@ from autoplan.planner.cost.traced.estimator import Estimator
 from autoplan.planner.records.trials import ClaimRounds, CompiledAhead, Outcome, Parity, Trial, WorkLine
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.claim import is_no_gain
-from autoplan.planner.search.compile_ahead import CompileAhead
+from autoplan.planner.search.compile_ahead import SERIAL_SHARE, Choice, CompileAhead, Machine, Waiting
 from autoplan.planner.search.next_work import Work, next_work
 from autoplan.planner.search.options import SamplerName, SearchObserver, SearchOptions
 from autoplan.planner.search.references import hand_setting
@@ -90,7 +90,7 @@ def replay(
         limit_bytes: A recorded peak above it is answered as out of memory.
     """
     session = open_session(recorded, sampler, number, budget_s, limit_bytes)
-    yield from run_session(session, CompileAhead(session))
+    yield from run_session(session, AheadByTheClock(session))
 
 
 def run_session(session: Session, ahead: CompileAhead) -> Iterator[Moment]:
@@ -155,6 +155,27 @@ class MemoryStore:
 
     def tick(self, *, force: bool = False) -> None:
         """Nothing is on disk."""
+
+
+class AheadByTheClock(CompileAhead):
+    """Compiling ahead, of which nothing runs: the clock goes forward by what is predicted of it.
+
+    Attributes:
+        device: Whose compilations they are like.
+    """
+
+    device: Literal["cuda", "cpu"] = "cpu"
+
+    def _machine(self) -> Machine:
+        return replace(super()._machine(), serial_share=SERIAL_SHARE[self.device])
+
+    def _run(self, waiting: Sequence[Waiting], choice: Choice) -> None:
+        session, runner = self.session, cast(TableRunner, self.session.runner)
+        for one in waiting:
+            self._tried.add(one.config)
+            runner.compiled.add(what_is_compiled(one.config))
+            session.model.observe_ahead(one.config, None)
+        cast(MemoryStore, session.store).spent_s += choice.seconds
 
 
 class TableRunner:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
@@ -41,6 +44,10 @@ FUNCTIONS = {
 }
 """The phases of an inspection, and the function of the user's that runs in each."""
 
+LIBRARIES = ("transformers", "peft", "trl", "accelerate", "diffusers", "timm", "torchvision", "einops")
+"""Packages whose modules start nothing when they are imported: what the workload imports of them, every later rank does
+too, so the zygote imports it once."""
+
 LOSS_PHASE = "loss"
 """The last phase. The facts are reported before it: where it takes too much memory, they are still known."""
 
@@ -50,9 +57,10 @@ def _ignore(_: Any) -> None:
 
 
 class Inspection(Record):
-    """The answer of a rank: facts about the workload, or the user's error."""
+    """The answer of a rank: facts about the workload, or the user's error; and what it imported of LIBRARIES."""
 
     facts: WorkloadFacts | None = None
+    imported: tuple[str, ...] = ()
     error_code: str | None = None
     error: str | None = None
     hint: str | None = None
@@ -68,6 +76,7 @@ def run_inspect_rank(
 ) -> Inspection:
     """inspect_workload() in a rank, with the user's errors as data."""
     phase, report = (_ignore, _ignore) if context is None else (context.phase, context.report)
+    before = set(sys.modules)
     try:
         facts = inspect_workload(
             spec,
@@ -78,7 +87,7 @@ def run_inspect_rank(
             phase=phase,
             early=lambda known: report(Inspection(facts=known)),
         )
-        answer = Inspection(facts=facts)
+        answer = Inspection(facts=facts, imported=_installed(name for name in sys.modules if name not in before))
     except UsageError as error:
         trouble = machine_trouble(error)
         if trouble is not None:
@@ -88,6 +97,17 @@ def run_inspect_rank(
         answer = Inspection(error_code=error.code, error=error.message, hint=error.hint)
     report(answer)
     return answer
+
+
+def _installed(modules: Iterable[str]) -> tuple[str, ...]:
+    """Those of LIBRARIES that are the installed ones: a copy beside the user's file is found by its own path alone."""
+    places = tuple(os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("purelib", "platlib"))
+
+    def is_installed(name: str) -> bool:
+        file = getattr(sys.modules[name], "__file__", None)
+        return name.partition(".")[0] in LIBRARIES and os.path.realpath(str(file)).startswith(places)
+
+    return tuple(filter(is_installed, modules))
 
 
 def read_inspection(result: Any) -> WorkloadFacts:

@@ -33,6 +33,8 @@ from autoplan.processes.task import Progress, Request, Task
 from autoplan.processes.wire import FrameReader, send_frame
 
 _START_S = 300.0
+LOAD_S = 60.0
+"""For modules that are imported later: a rank can import them too."""
 _CLOSE_S = 10.0
 _SWEEP_S = 15.0  # the guard's own limit, and some more
 _CANCEL_S = 20.0
@@ -130,22 +132,27 @@ class Zygote:
     def load(self, modules: Sequence[str]) -> None:
         """Has further modules imported before the next task: what the tasks before had no use for.
 
-        What fails to import is left to the ranks. A zygote that is lost by it is started anew by the next task.
+        What fails to import is left to the ranks, and so is all of it if the zygote is lost by it: the next task starts
+        another one.
         """
         new = [name for name in modules if name not in self._preload]
+        if not new:
+            return
         self._preload += new
-        if not new or not self.alive:
-            return  # they are there, or are imported when it starts
+        if not self.alive:
+            return  # they are imported when it starts
         try:
             self._send({"kind": "load", "modules": new})
-            ready = self._await_ready(time.monotonic())
+            ready = self._await_ready(time.monotonic(), LOAD_S)
         except (_Gone, ZygoteError):
+            self._preload = [name for name in self._preload if name not in new]
             self._lose()
             return
         except BaseException:
             self._discard()
             raise
         self.preload_errors |= ready["preload_errors"]
+        self.threads = ready["threads"]
         if ready["cuda_initializer"] is not None:  # `start` finds out again which it is
             self._discard()
 
@@ -323,13 +330,13 @@ class Zygote:
             zygote_end.close()
         self._connection, self._reader = planner_end, FrameReader(planner_end)
 
-    def _await_ready(self, began_at: float) -> dict[str, Any]:
+    def _await_ready(self, began_at: float, most_s: float = _START_S) -> dict[str, Any]:
         assert self._process is not None and self._output is not None
-        state, killed = f"was not ready after {_START_S:.0f} s", False
+        state, killed = f"was not ready after {most_s:.0f} s", False
         try:
-            while time.monotonic() - began_at < _START_S:
+            while time.monotonic() - began_at < most_s:
                 message = self._receive(_LISTEN_S)
-                if message is not None:
+                if message is not None and message["kind"] == "ready":
                     return message
         except _Gone:
             # Its end closes a moment before its status can be read.

@@ -34,7 +34,7 @@ class PlannerGone(Exception):
     """The planner died or closed the connection."""
 
 
-class _Terminated(Exception):
+class _Terminated(BaseException):
     """Somebody sent SIGTERM."""
 
 
@@ -164,6 +164,8 @@ def _import_all(names: list[str]) -> tuple[dict[str, str], str | None]:
     errors = {}
     with _hidden():
         for name in names:
+            if name in sys.modules:
+                continue  # another one has brought it
             try:
                 importlib.import_module(name)
             except Exception as error:

@@ -26,7 +26,7 @@ from autoplan.planner.diagnose.records import (
     exactly,
 )
 from autoplan.planner.diagnose.session import compiles_again, seen_once
-from autoplan.planner.diagnose.suspects import LEAST_GROWTH_BYTES, NO_EFFECT, find_suspects, tried_words
+from autoplan.planner.diagnose.suspects import FUSABLE, LEAST_GROWTH_BYTES, NO_EFFECT, find_suspects, tried_words
 from autoplan.planner.records.trials import Interval
 from autoplan.units import format_bytes, format_seconds
 
@@ -86,6 +86,9 @@ WHAT: Mapping[str, str] = {
     "bf16": "the matrix products run in fp32 where bf16 is faster",
     "float64": "the model is in fp64",
     "checkpointing": "activations are computed again in backward, and there is memory to keep them",
+    "compile": "operations that go over memory run one by one: nothing is compiled",
+    "attention": "attention is written in single operations",
+    "two_backwards": "backward runs again over a graph that it went over before",
     "unused_rows": "the optimizer goes over rows of embeddings that the batch did not use",
 }
 
@@ -104,6 +107,11 @@ MEND: Mapping[str, str] = {
     "float64": "model.float() and inputs in fp32, where that is precise enough. Compare the losses",
     "checkpointing": "no torch.utils.checkpoint (transformers: gradient_checkpointing=False) while memory is enough",
     "tf32": 'torch.set_float32_matmul_precision("high") before the loop. Compare the losses',
+    "attention": "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...) (transformers: "
+    'attn_implementation="sdpa"; nn.MultiheadAttention: need_weights=False)',
+    "compile": "model = torch.compile(model), or @torch.compile for the functions in it",
+    "two_backwards": "one backward of the sum of the losses, without retain_graph=True; if their gradients are "
+    "only added",
     "bf16": "run forward and loss in torch.autocast(device, torch.bfloat16); Trainer: bf16=True. Compare the losses",
 }
 
@@ -215,6 +223,9 @@ def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> 
         return f"{own}; {_part_words(seen, suspect.part)}"
     if switch == "communication":
         return exchange_words(trial, seen)
+    if switch == "compile":
+        own = sorted((one for one in seen.operations if one.kind in FUSABLE), key=lambda one: -one.share)
+        return "of the time " + ", ".join(f"{one.share:.0%} {one.kind}" for one in own[:3])
     if switch in ("bf16", "tf32"):
         name, times = ("bf16", facts.bf16_gain) if switch == "bf16" else ("TF32", facts.tf32_gain)
         return f"a large product is {times or 0:.1f} times as fast in {name} on this {facts.device}"
@@ -329,6 +340,7 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         share = min(0.99, facts.compile_s / seen.mean_s)
         line = _recompiled_line(seen)
         yield _estimate("recompilation", WHAT["recompilation"], _compile_words(seen), mend, share, line)
+    yield from _of_graph(seen)
     loops = [one for one in facts.repeated if one.share >= LEAST_LOOP]
     yield from (_small_operations(one, seen) for one in loops)
     if not loops:
@@ -346,6 +358,22 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
         yield _estimate(
             "copy", "the host waits for copies to the device", _part_words(seen, "copy"), mend, copy.share, copy.line
         )
+
+
+def _of_graph(seen: Observation) -> Iterator[Finding]:
+    """Attention in single operations, where torch's own takes less here; a backward over a graph once more."""
+    facts, own = seen.facts, seen.facts.attention
+    share = 0.0 if own is None else (own.seconds - own.fused_s) / seen.mean_s
+    if own is not None and share >= LEAST_ESTIMATE:
+        said = (
+            f"scores of {' x '.join(map(str, own.scores))}: {format_seconds(own.seconds)} a step; torch's own "
+            f"attention takes {format_seconds(own.fused_s)} for these sizes here"
+        )
+        yield _estimate("attention", WHAT["attention"], said, MEND["attention"], share, own.line)
+    share = facts.backward_again_s / seen.mean_s
+    if share >= LEAST_ESTIMATE:
+        said = f"{format_seconds(facts.backward_again_s)} a step, {share:.0%} of the time"
+        yield _estimate("two_backwards", WHAT["two_backwards"], said, MEND["two_backwards"], share, facts.backward_line)
 
 
 def _untried(answer: Answer, seen: Observation) -> Iterator[Finding]:
@@ -383,7 +411,8 @@ def _idle(answer: Answer, seen: Observation) -> Iterator[Finding]:
     """
     *kinds, last = seen.operations or (None,)
     facts = seen.facts
-    if last is None or last.kind != "device idle" or last.share <= 0 or facts.exchange is not None:
+    compiled = any(trial.suspect.switch == "compile" for trial, _ in _with_gain(answer))
+    if last is None or last.kind != "device idle" or last.share <= 0 or facts.exchange is not None or compiled:
         return
     busy_s = last.seconds / last.share - last.seconds
     as_is = [statistics.median(one for one, _ in trial.pairs) for trial in answer.trials if trial.pairs]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import gc
 import itertools
 import logging
@@ -16,7 +17,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, dataloader
 from torch.utils.data._utils import fetch
 
-from autoplan.planner.diagnose.clock import Clock
+from autoplan.planner.diagnose.clock import Clock, users_line
 from autoplan.planner.diagnose.ranks import CollectiveHooks
 from autoplan.planner.diagnose.sandbox import Sandbox
 
@@ -38,6 +39,10 @@ ANCHOR_LOST = 50
 
 LARGE_TABLE, LEAST_UNUSED = 1 << 18, 0.5
 """Elements of an embedding, and the share of its rows without a gradient, from which on it is one to look at."""
+
+MOST_NODES, LEAST_SHARED, MOST_WALKS = 5000, 0.5, 20
+"""Nodes of a graph that are compared with those of another, the share of them that makes it the same, and how often a
+graph is gone over."""
 
 OF_CHECKPOINT = frozenset({"use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state",
                            "early_stop"})  # fmt: skip
@@ -81,6 +86,8 @@ class Hooks:
         recomputed: Calls of torch.utils.checkpoint; with `keeps_activations` they compute nothing again.
         left_out: Parameters that the optimizer passes over.
         collections: Of Python's garbage collector, since they were removed.
+        compiled: Modules that were compiled, with what runs in place of their call.
+        again_s: Seconds of backwards over a graph that a backward of the same step went over before.
     """
 
     def __init__(self, clock: Clock, sandbox: Sandbox, on_step: Callable[[], None]) -> None:
@@ -95,6 +102,11 @@ class Hooks:
         self.recomputed, self.keeps_activations = 0, False
         self.left_out: list[torch.nn.Parameter] = []
         self.collections = 0
+        self.compiled: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+        self.again_s = 0.0
+        self._inside_backward, self._keeps_graph, self._walks = False, False, 0
+        self._retained: set[Any] = set()  # nodes of a graph that the script keeps, until its next step
+        self._shared: dict[str | None, float] = {}  # by the line of the later backward
         self._trained: set[int] | None = None
         self._missed = 0
         self._depth = 0
@@ -106,7 +118,7 @@ class Hooks:
         clock = self.clock
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
-        torch.optim.Optimizer.zero_grad = clock.region(torch.optim.Optimizer.zero_grad, "optimizer")  # type: ignore[method-assign]
+        torch.optim.Optimizer.zero_grad = clock.region(self._zeroed(torch.optim.Optimizer.zero_grad), "optimizer")  # type: ignore[method-assign]
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             setattr(torch.nn.utils, name, clock.region(getattr(torch.nn.utils, name), "optimizer", skip=False))
         torch.autograd.backward = self._backward(torch.autograd.backward)
@@ -152,10 +164,24 @@ class Hooks:
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
+        self._forget_graph()
         for parameter in self.left_out:
             parameter.grad = None
         if self.clock.here:
             self.clock.enter("optimizer")
+
+    def _forget_graph(self) -> None:
+        self._keeps_graph, self._retained = False, set()
+
+    def _zeroed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """After it gradients are taken by themselves: what was before is no backward of the same sum."""
+
+        @functools.wraps(function)
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            self._forget_graph()
+            return function(*args, **kwargs)
+
+        return zero_grad
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1
@@ -222,7 +248,20 @@ class Hooks:
         return checkpoint
 
     def _backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        timed = self.clock.region(function, "backward", skip=False)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            """The backward; one inside of another (of reentrant checkpointing) is a part of that."""
+            if self._inside_backward or not self.clock.here:
+                return function(*args, **kwargs)
+            self._inside_backward = True
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._inside_backward = False
+                with contextlib.suppress(Exception):  # no error of ours in the user's backward
+                    self._note_retained(time.perf_counter() - began, *args, **kwargs)
+
+        timed = self.clock.region(counted, "backward", skip=False)
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -232,6 +271,57 @@ class Hooks:
                     self.clock.background = "loop"
 
         return backward
+
+    def _note_retained(
+        self,
+        seconds: float,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        *_: Any,
+        inputs: Any = None,
+        **__: Any,
+    ) -> None:
+        """Whether a backward went over nodes of one before it, whose graph was kept: both could be one.
+
+        Graphs are gone over for the first few pairs alone; later ones share what those of their line did.
+        """
+        line = users_line(sys._getframe(4))
+        if self._keeps_graph:
+            if line not in self._shared:
+                own = graph_of(tensors)
+                self._shared[line] = len(own & self._retained) / max(1, len(own))
+            if self._shared[line] >= LEAST_SHARED:
+                self.again_s += self._shared[line] * seconds
+                self.clock.note_line("backward_again", seconds, depth=5)
+        kept, self._keeps_graph = self._keeps_graph, bool(retain_graph) and not create_graph and inputs is None
+        if self._keeps_graph and not kept:
+            self._retained = graph_of(tensors) if self._walks < MOST_WALKS else set()
+            self._walks += 1
+
+    @contextlib.contextmanager
+    def lines_of_softmax(self) -> Iterator[None]:
+        """Notes the line and the shape of each softmax over several matrices, as in an attention, for a few steps."""
+        owners: list[Any] = [torch, torch.Tensor]  # that of torch.nn.functional calls the tensor's
+        before = [owner.softmax for owner in owners]
+        for owner in owners:
+            owner.softmax = self._softmax(owner.softmax)
+        try:
+            yield
+        finally:
+            for owner, function in zip(owners, before, strict=True):
+                owner.softmax = function
+
+    def _softmax(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def softmax(*args: Any, **kwargs: Any) -> Any:
+            of = kwargs.get("input", args[0] if args else None)
+            if self.clock.here and type(of) is torch.Tensor and of.dim() > 2:
+                self.clock.note_line(f"softmax {tuple(of.shape)}", 1.0)
+            return function(*args, **kwargs)
+
+        return softmax
 
     def _moved(self, function: Callable[..., Any], place: int) -> Callable[..., Any]:
         """A function that saves to a path, which goes into the sandbox."""
@@ -732,6 +822,20 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _shapes(one)) for name, one in sorted(value.items()))
     return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else repr(type(value))
+
+
+def graph_of(tensors: Any) -> set[Any]:
+    """The nodes of the autograd graph behind tensors (or edges of it), the nearest MOST_NODES; leaves left out."""
+    single = isinstance(tensors, torch.Tensor) or hasattr(tensors, "node")
+    roots = (getattr(one, "node", None) or getattr(one, "grad_fn", None) for one in ([tensors] if single else tensors))
+    waiting = deque(node for node in roots if node is not None)
+    found = set(waiting)
+    while waiting and len(found) < MOST_NODES:
+        for node, _ in waiting.popleft().next_functions:
+            if node is not None and node not in found and node.next_functions:
+                found.add(node)
+                waiting.append(node)
+    return found
 
 
 def worst_line(clock: Clock, part: str) -> str | None:

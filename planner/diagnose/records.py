@@ -159,6 +159,21 @@ class MemoryFacts(Record):
     kept: tuple[Kept, ...] = ()
 
 
+class HandAttention(Record):
+    """Attention in single operations, by a trace: what works on tensors of the size of the scores.
+
+    `scores` is the largest shape of them, `calls` how often in a step, `seconds` what all of it takes of a step.
+    `fused_s` is what torch's scaled_dot_product_attention takes for as many of these sizes, forward and backward, in
+    the same process.
+    """
+
+    scores: tuple[int, ...]
+    calls: float
+    seconds: float
+    fused_s: float
+    line: str | None
+
+
 class Exchange(Record):
     """What the ranks of a script exchange in a step."""
 
@@ -230,6 +245,11 @@ class Facts(Record):
     """Whether the optimizer has parameters in fp64."""
     recomputed: float = 0.0
     """Calls of torch.utils.checkpoint in a step."""
+    attention: HandAttention | None = None
+    backward_again_s: float = 0.0
+    """Seconds of a step in which backward goes over a graph that a backward went over before; `backward_line`: where.
+    """
+    backward_line: str | None = None
     unused_rows: tuple[str, ...] = ()
     """Embeddings of which a batch uses few rows; `unused_share` is that of all trained numbers in their other rows."""
     unused_share: float = 0.0

@@ -28,7 +28,7 @@ import torch
 
 from autoplan.planner.diagnose.records import Bound, Operations, Rates
 from autoplan.probes.operations import CPU_BRIEF_SHAPES, CUDA_BRIEF_SHAPES, bandwidth_operations, matmul
-from autoplan.probes.timing import Operation, Sampler, probe_launch
+from autoplan.probes.timing import TORCH_DTYPES, Operation, Sampler, probe_launch
 
 SAMPLE_S = 0.1
 """For the samples of one rate."""
@@ -161,20 +161,15 @@ def read_operations(
         rates: What the device reaches.
         plain_s: Seconds of as many steps that are not traced; None: not known.
     """
-    events = [one for one in trace.get("traceEvents", ()) if one.get("ph") == "X"]
-    on_device: dict[Any, float] = defaultdict(float)
-    for event in events:
-        if event.get("cat") in DEVICE:
-            on_device[event.get("args", {}).get("External id")] += event["dur"] / 1e6
+    events = _whole_events(trace)
+    on_device = _on_device(events)
     busy_s = _busy_s(events)
     if on_device and plain_s is not None:
         whole_s = max(busy_s, min(whole_s, plain_s))
     sums: dict[str, _Sum] = defaultdict(_Sum)
-    for call in _calls(events):
+    for call, seconds in _timed_calls(events, on_device):
         one = sums[call.kind or _kind_outside(str(call.event["name"]))]
-        own_s = max(0.0, call.event["dur"] - call.inside_us) / 1e6
-        of_call = call.event.get("args", {}).get("External id")
-        one.seconds += on_device.pop(of_call, 0.0) if busy_s else own_s  # a trace may give an id twice
+        one.seconds += seconds
         if call.kind is not None and not call.counted:
             _count(one, call)
     sums["other"].seconds += sum(on_device.values())  # of a graph of CUDA, whose operations did not run on the host
@@ -185,6 +180,28 @@ def read_operations(
         share=max(0.0, 1 - (busy_s / whole_s if busy_s else sum(one.share for one in found))),
     )
     return (*sorted(found, key=lambda one: -one.seconds), between)
+
+
+def _whole_events(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [one for one in trace.get("traceEvents", ()) if one.get("ph") == "X"]
+
+
+def _on_device(events: Sequence[Mapping[str, Any]]) -> dict[Any, float]:
+    """Seconds of work of the device by the number of the call that it is of."""
+    found: dict[Any, float] = defaultdict(float)
+    for event in events:
+        if event.get("cat") in DEVICE:
+            found[event.get("args", {}).get("External id")] += event["dur"] / 1e6
+    return found
+
+
+def _timed_calls(events: Sequence[Mapping[str, Any]], on_device: dict[Any, float]) -> Iterator[tuple[_Call, float]]:
+    """The calls with their own seconds: where the trace has a device, those of its work, which is taken out of them."""
+    of_device = bool(on_device)
+    for call in _calls(events):
+        own_s = max(0.0, call.event["dur"] - call.inside_us) / 1e6
+        of_call = call.event.get("args", {}).get("External id")
+        yield call, on_device.pop(of_call, 0.0) if of_device else own_s  # a trace may give an id twice
 
 
 def _busy_s(events: Sequence[Mapping[str, Any]]) -> float:
@@ -338,6 +355,137 @@ def _operations(kind: str, one: _Sum, steps: int, whole_s: float, rates: Rates) 
         bound=bound if known else None,
         of_rate=needs[bound] / one.seconds if known else None,
     )
+
+
+# Attention in single operations.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """The scores of an attention that is written in single operations.
+
+    Attributes:
+        shape: Of their tensor: (..., queries, keys).
+        head_dim: Of a query.
+        dtype: Of the products.
+        dropout, bias: Whether some of them are dropped; whether a tensor is added to them.
+        seconds: Of all steps of the trace, of what works on tensors of this size.
+        calls: Softmaxes over them.
+    """
+
+    shape: tuple[int, ...]
+    head_dim: int
+    dtype: str
+    dropout: bool
+    bias: bool
+    seconds: float
+    calls: int
+
+
+def find_scores(trace: Mapping[str, Any]) -> list[Scores]:
+    """The scores of each size, those of most time first: where a batched product goes into a softmax of its size.
+
+    What torch's own attention does inside is none. Counted are batched products that make or take a tensor of as many
+    elements with the same two last sizes, and all else that takes one: scaling, masks, softmax, dropout, with their
+    backward. Where queries and keys are as many as a query has numbers, sizes do not tell them apart: it is left out.
+    """
+    events = _whole_events(trace)
+    calls = [(call, seconds) for call, seconds in _timed_calls(events, _on_device(events)) if call.kind != "attention"]
+    found = []
+    for shape in {_softmax_shape(call) for call, _ in calls} - {()}:
+        makes = [call for call, _ in calls if _makes(call, shape)]
+        head_dim = min((_operands(call)[0][0][-1] for call in makes), default=0)
+        if not makes or head_dim == shape[-1] == shape[-2]:
+            continue
+        own = [(call, seconds) for call, seconds in calls if _makes(call, shape) or _takes(call, shape)]
+        names = [str(call.event["name"]) for call, _ in own]
+        found.append(
+            Scores(
+                shape=shape,
+                head_dim=head_dim,
+                dtype=DTYPES.get(_operands(makes[0])[1], "float32"),
+                dropout=any("dropout" in name or "bernoulli" in name for name in names),
+                bias=any(_adds(call, shape) for call, _ in own),
+                seconds=sum(seconds for _, seconds in own),
+                calls=sum(_softmax_shape(call) == shape for call, _ in own),
+            )
+        )
+    return sorted(found, key=lambda one: -one.seconds)
+
+
+def has_device(trace: Mapping[str, Any]) -> bool:
+    """Whether the trace has work of a device, which being traced does not make slower."""
+    return any(event.get("cat") in DEVICE for event in _whole_events(trace))
+
+
+def _softmax_shape(call: _Call) -> tuple[int, ...]:
+    """Of the input of a softmax's forward over the last of 3 or 4 sizes; empty: it is none."""
+    arguments = call.event.get("args", {})
+    shapes, concrete = arguments.get("Input Dims", []), arguments.get("Concrete Inputs", [])
+    if str(call.event["name"]) != "aten::_softmax" or not shapes or len(shapes[0]) not in (3, 4):
+        return ()
+    over = str(concrete[1]) if len(concrete) > 1 else ""
+    return tuple(shapes[0]) if over in ("", "-1", str(len(shapes[0]) - 1)) else ()
+
+
+def _operands(call: _Call) -> tuple[list[list[int]], str]:
+    """The shapes of both operands of a batched product, and their type; no shapes: it is none."""
+    arguments = call.event.get("args", {})
+    shapes, types = arguments.get("Input Dims", []), arguments.get("Input type", [])
+    place = {"aten::bmm": 0, "aten::baddbmm": 1}.get(str(call.event["name"]))
+    if place is None or len(shapes) < place + 2 or len(shapes[place]) != 3:
+        return [], ""
+    return shapes[place : place + 2], str(types[place])
+
+
+def _makes(call: _Call, scores: tuple[int, ...]) -> bool:
+    """Whether a batched product makes a tensor of this size."""
+    shapes, _ = _operands(call)
+    return bool(shapes) and _is_alike([shapes[0][0], shapes[0][1], shapes[1][2]], scores)
+
+
+def _takes(call: _Call, scores: tuple[int, ...]) -> bool:
+    return any(_is_alike(shape, scores) for shape in call.event.get("args", {}).get("Input Dims", []))
+
+
+def _adds(call: _Call, scores: tuple[int, ...]) -> bool:
+    """Whether a tensor is added to the scores: a bias, or a mask of zeros and minus infinity."""
+    shapes = call.event.get("args", {}).get("Input Dims", [])
+    added = str(call.event["name"]) in ("aten::add", "aten::add_") and len(shapes) > 1
+    return added and _is_alike(shapes[0], scores) and isinstance(shapes[1], list) and len(shapes[1]) >= 2
+
+
+def _is_alike(shape: Any, scores: tuple[int, ...]) -> bool:
+    """Whether a tensor has as many elements, and the same two last sizes in any order."""
+    plain = isinstance(shape, list) and len(shape) >= 3 and not _is_list(shape)
+    return plain and sorted(shape[-2:]) == sorted(scores[-2:]) and math.prod(shape) == math.prod(scores)
+
+
+def fused_attention_s(scores: Scores, device: str) -> float | None:
+    """Seconds of torch's attention of these sizes, forward and backward; None where it does not run here.
+
+    With dropout of a tenth, and with a mask of numbers, where the scores have them.
+    """
+    *batch, queries, keys = scores.shape
+    batch = [1, *batch][-2:]
+    place, dtype = torch.device(device), TORCH_DTYPES[scores.dtype]
+    with contextlib.suppress(RuntimeError, NotImplementedError), torch.random.fork_rng(), torch.enable_grad():
+        q, k, v = (
+            torch.randn(*batch, length, scores.head_dim, device=place, dtype=dtype, requires_grad=True)
+            for length in (queries, keys, keys)
+        )
+        mask = torch.zeros(queries, keys, device=place, dtype=dtype) if scores.bias else None
+        dropout = 0.1 if scores.dropout else 0.0
+
+        def run() -> None:
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout)
+            torch.autograd.grad(out, (q, k, v), out.detach())
+
+        sampler = Sampler(run, device=place, limit_s=SAMPLE_S)
+        while sampler.wants_more:
+            sampler.sample()
+        return sampler.timing().seconds
+    return None
 
 
 def without_shapes(trace: Mapping[str, Any]) -> dict[str, Any]:

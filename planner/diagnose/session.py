@@ -7,6 +7,7 @@ needed. Blocks of a pair lie side by side in the order A-B-B-A, the first drawn,
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import json
 import math
@@ -16,7 +17,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from autoplan.planner.diagnose.records import (
     PARTS,
     Answer,
     Facts,
+    HandAttention,
     Kept,
     LoaderFacts,
     MemoryFacts,
@@ -49,6 +51,7 @@ from autoplan.planner.diagnose.records import (
 )
 from autoplan.planner.diagnose.sandbox import Sandbox
 from autoplan.planner.diagnose.suspects import (
+    LEAST_SHARE,
     MOST_WORKERS,
     NO_EFFECT,
     find_suspects,
@@ -87,6 +90,9 @@ STILL_WAITS = 0.25
 STALLED = 4
 """A block that takes so many times as long as it should ends: more threads than free cores take ten times as long."""
 
+COMPILES_S = 15.0
+"""Seconds for compiling a model as it is tried. Assumed: small models took 5 to 20 on two cores."""
+
 COMPILE_SHARE = 0.05
 """From this share of the time on compiling in the steps is looked at again with dynamic shapes, in another process."""
 
@@ -97,6 +103,9 @@ BLOCKS_SEEN = 6
 
 TRACED_STEPS, TRACE_SHARE, MOST_TRACE_BYTES = 3, 0.05, 64 << 20
 """Steps that are traced, if they take no larger share of the budget; a larger file takes too long to read."""
+
+MOST_TIMED = 3
+"""Sizes of attention in single operations beside which torch's own is timed."""
 
 MOST_STACKS, LEAST_STACK = 12, 0.01
 """Stacks that are kept, and the least share of them."""
@@ -196,9 +205,11 @@ class Session:
             self._kept_s = OTHER_PROCESS_SHARE * self.request.budget_s
         if self.request.trace is not None or not seen.operations:
             yield from self._trace(seen)
+            seen = seen if self.peers.ranks > 1 else self.answer.observation or seen  # a rank alone is traced
         kept = seen.memory.kept if seen.memory else ()
         self.hooks.kept = tuple(one.name for one in kept if one.graphs)
-        suspects = [one for one in find_suspects(seen) if one.key not in self.request.without]
+        wanted = [one for one in find_suspects(seen) if one.key not in self.request.without]
+        suspects = [one for one in wanted if one.switch != "compile"]
         for place, suspect in enumerate(suspects):
             yield from self._try(suspect, seen, self.peers.agree(self.left_s) / (len(suspects) - place))
             if suspect.switch in ("workers", "batches"):
@@ -212,6 +223,9 @@ class Session:
         opened = [one.suspect for one in tried if one.suspect.key in opened]
         for place, suspect in enumerate(opened):
             yield from self._try(suspect, seen, self.peers.agree(self.left_s) / (len(opened) - place), MORE_PAIRS)
+        for suspect in wanted:
+            if suspect.switch == "compile":
+                yield from self._try(suspect, seen, self.left_s)
 
     def _of_all_ranks(self, seen: Observation) -> Observation:
         """What the rank showed that the others wait for; its causes are those that are removed, in all ranks."""
@@ -230,6 +244,7 @@ class Session:
         self.clock.forget()
         self.hooks.loaders.restart()
         self.hooks.collectives.calls = self.hooks.recomputed = 0
+        self.hooks.again_s = 0.0
         self.hooks.modules.anomaly = False
         sampler, began, compiled = LineSampler(self.clock, self._meter.read_bytes), time.monotonic(), compile_seconds()
         memory, sizes = [self._meter.read_bytes()], sizes_of_names()
@@ -328,6 +343,8 @@ class Session:
             rates=rates,
             float64=any(one.dtype == torch.float64 for one in parameters),
             recomputed=hooks.recomputed / steps,
+            backward_again_s=hooks.again_s / steps,
+            backward_line=worst_line(self.clock, "backward_again"),
             unused_rows=tuple(unused),
             unused_share=sum(share * one.numel() for one, share in unused.values()) / all_numbers,
             exchange=hooks.collectives.facts(list(hooks.modules.called), steps) if self.peers.ranks > 1 else None,
@@ -345,7 +362,8 @@ class Session:
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         took: list[Step] = []
-        with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+        lines = contextlib.nullcontext() if seen.facts.compiled else self.hooks.lines_of_softmax()
+        with lines, torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
             while len(took) < steps:
                 took.append((yield))
             synchronize()
@@ -361,9 +379,37 @@ class Session:
             return
         whole_s = sum(step.seconds for step in took)
         found = roofline.read_operations(trace, steps, whole_s, seen.facts.rates, steps * seen.step_s.median)
-        self.keep(observation=seen.model_copy(update={"operations": found}))
+        as_is = 1.0 if roofline.has_device(trace) else min(1.0, steps * seen.step_s.median / whole_s)
+        facts = seen.facts.model_copy(update={"attention": self._hand_attention(trace, seen, as_is / steps)})
+        self.keep(observation=seen.model_copy(update={"operations": found, "facts": facts}))
         if keep is not None:
             Path(keep).write_text(json.dumps(roofline.without_shapes(trace)))
+
+    def _hand_attention(self, trace: Mapping[str, Any], seen: Observation, times: float) -> HandAttention | None:
+        """Attention in single operations, of all sizes together, beside torch's own, which is timed for the largest.
+
+        Args:
+            trace: Of some steps.
+            seen: The steps as they are.
+            times: Of the seconds of the trace, those of a step that is not traced.
+        """
+        found = roofline.find_scores(trace)
+        seconds = times * sum(one.seconds for one in found)
+        if not found or seconds < LEAST_SHARE * seen.mean_s:
+            return None
+        timed = [(one, roofline.fused_attention_s(one, seen.facts.device)) for one in found[:MOST_TIMED]]
+        known = [(one, fused_s * one.calls) for one, fused_s in timed if fused_s is not None]
+        if not known:
+            return None
+        of_all = seconds / (times * sum(one.seconds for one, _ in known))  # the others are taken to be like these
+        calls_s = sum(fused_s for _, fused_s in known)
+        return HandAttention(
+            scores=found[0].shape,
+            calls=sum(one.calls for one in found) / TRACED_STEPS,
+            seconds=seconds,
+            fused_s=of_all * calls_s / TRACED_STEPS,
+            line=worst_line(self.clock, f"softmax {found[0].shape}"),
+        )
 
     # One cause.
 
@@ -391,7 +437,8 @@ class Session:
         steps = block_steps(suspect, seen.mean_s)
         pair_s = (2 * steps + suspect.settle + suspect.settle_back) * seen.mean_s
         left_s = self.peers.agree(self.left_s)
-        if pair_s * LEAST_PAIRS > left_s or pair_s * min(wanted, LEAST_PAIRS) > 2 * time_s:
+        first_s = COMPILES_S if suspect.switch == "compile" and not self.hooks.compiled else 0.0
+        if first_s + pair_s * LEAST_PAIRS > left_s or pair_s * min(wanted, LEAST_PAIRS) > 2 * time_s:
             if len(trial.pairs) < LEAST_PAIRS:
                 self._note(trial.model_copy(update={"why_not": "the time was too short for it"}))
             return

@@ -31,6 +31,12 @@ PREFETCH = 2
 MOST_WORKERS = 16
 
 
+FUSABLE = ("elementwise", "norm", "softmax and loss", "reductions", "copies")
+"""Kinds of operations that torch.compile makes one of: each alone goes over memory, or is launched by itself."""
+
+LEAST_FUSABLE = 0.5
+"""Of the time in such operations, from which on compiling is tried."""
+
 CUDA_SETTLE = 3
 """Steps until kernels of another kind are loaded, and the allocator has their blocks."""
 
@@ -61,6 +67,7 @@ TRIED: Mapping[str, str] = {
     "tf32": "TF32",
     "together": "TF32 and another optimizer step together",
     "recompilation": "dynamic shapes",
+    "compile": "torch.compile",
 }
 """What is tried where a cause is removed."""
 
@@ -87,9 +94,9 @@ def tried_words(key: str) -> str:
 
 
 def find_suspects(seen: Observation) -> list[Suspect]:
-    """The causes to remove, the largest first."""
+    """The causes to remove, the largest first; compiling, which takes long, at the end."""
     found = [*_of_loader(seen), *_of_parts(seen), *_of_process(seen)]
-    return sorted(found, key=lambda one: -one.worth)
+    return sorted(found, key=lambda one: (one.switch == "compile", -one.worth))
 
 
 def _of_loader(seen: Observation) -> list[Suspect]:
@@ -193,6 +200,9 @@ def _of_process(seen: Observation) -> list[Suspect]:
             found.append(Suspect(switch=switch, part="forward", worth=products * (1 - 1 / times) / 2, settle=settle))
     if facts.exchange is not None and facts.exchange.can_go:  # what a rank costs the others shows itself only without
         found.append(Suspect(switch="communication", part="communication", worth=1.0, cycle=4, settle=2, settle_back=2))
+    fusable = sum(one.share for one in seen.operations if one.kind in FUSABLE)
+    if fusable >= LEAST_FUSABLE and not facts.compiled and facts.exchange is None:
+        found.append(Suspect(switch="compile", part="forward", worth=fusable / 2, settle=2))
     memory = seen.memory
     if memory is not None and memory.growth_bytes >= LEAST_GROWTH_BYTES and any(one.graphs for one in memory.kept):
         found.append(Suspect(switch="graphs", part="loop", worth=LEAST_SHARE))

@@ -221,6 +221,32 @@ def _single(hooks: Hooks, setting: int) -> Undo:
     return lambda: turn(torch.float64)
 
 
+def _compile(hooks: Hooks, setting: int) -> Undo:
+    """The outermost modules, compiled the first time; what cannot be compiled runs as before."""
+    from torch._dynamo import config
+
+    known = hooks.compiled
+    for module in list(hooks.modules.called):
+        if module not in known:
+            module.compile()
+            known[module] = module._compiled_call_impl
+        module._compiled_call_impl = known[module]
+    undo = _set(config, "suppress_errors", True)
+
+    def back() -> None:
+        undo()
+        for module in known:
+            module._compiled_call_impl = None
+
+    return back
+
+
+def _is_compiled(hooks: Hooks, setting: int) -> bool:
+    from torch._dynamo.utils import counters
+
+    return bool(hooks.compiled) and counters["stats"]["unique_graphs"] > 0
+
+
 def _is_double(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float64
 
@@ -241,6 +267,7 @@ SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
     "together": _together,
     "padding": lambda hooks, _: _set(hooks.loaders, "crop", True),
     "needless_gradients": _needless,
+    "compile": _compile,
     "anomaly": _anomaly,
     "float64": _single,
     "unused_rows": lambda hooks, _: _set(hooks, "left_out", [table for table, _ in hooks.unused_rows().values()]),
@@ -270,6 +297,7 @@ STILL_AWAY: dict[str, Callable[[Hooks, int], bool]] = {
     "anomaly": lambda hooks, _: not hooks.modules.anomaly,
     "float64": lambda hooks, _: hooks.modules.single and not _has_double(hooks.anchor),
     "unused_rows": lambda hooks, _: bool(hooks.left_out),
+    "compile": _is_compiled,
     "graphs": lambda hooks, _: bool(hooks.kept),
 }
 """By name: whether a cause is still away, where that is a state. Of the others `Clock.acted` counts what was left out.

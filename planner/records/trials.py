@@ -275,6 +275,7 @@ class WorkLine(Record):
     part: int | None = Field(
         default=None, description="of the machine, where it ran beside others (--side-by-side): these pieces overlap"
     )
+    with_claim: bool = Field(default=False, description="of a look: there was time for the claim of what it looked at")
 
 
 def seconds_of(ledger: Iterable[WorkLine]) -> list[tuple[WorkLine, float]]:

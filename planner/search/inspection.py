@@ -115,6 +115,7 @@ def inspect(
         if rank is None or rank.result is None or not Inspection.model_validate(rank.result).met_no_values:
             break
     if report.ended is Ended.FINISHED and rank is not None and rank.result is not None:
+        means.zygote.load(Inspection.model_validate(rank.result).imported)
         return read_inspection(rank.result)
     hit = limit_hit(report, f"the inspection of {spec.name}", FUNCTIONS)
     if hit is None:

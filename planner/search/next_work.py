@@ -40,8 +40,9 @@ LEAST_PAIR_GAIN = 0.003
 
 SPARED_LOOKS = 3.0
 """A probe, or the trace of the next candidates' variants, spares about so many looks at candidates that the rough
-predictions have wrong: it is made if it costs less than these. Assumed: in replays a search without timed operations
-needed 1 to 6 looks more."""
+predictions have wrong: it is made if it costs less than these, with those before it since the last look. Assumed: in
+replays a search without timed operations needed 1 to 6 looks more. (A resnet had three traces, 15 of its 60 s, before
+its first look.)"""
 
 ALONE: Sequence[Kind] = ("baseline", "claim", "end")
 """Work during which no other planner of the study has any: what all others wait for, and what rests on all of it."""
@@ -136,6 +137,7 @@ class State:
         baseline: The plain run as a piece of work; None: it has run, or does not run here.
         looks: Untried configurations that can still win, the best score first.
         sharpen: Probes and traces that the first of them waits for.
+        sharpened_s: What probes and traces since the last look took.
         ahead: Compiling the next ones side by side, where the first of them would compile and it saves time.
         hand: The look at the hand setting; None: it was made, or there is no leader to compare with it yet.
         check: The parity check of the leader; None: it passed, or the leader is the plain run.
@@ -143,6 +145,7 @@ class State:
         leader_needs_s: What the leader still needs: its parity check and the rounds of the claim; 0 for the plain run.
         claim: The claim of the leader, to be made or gone on with; None: it is made, or there is nothing to claim.
         claim_fitted: A look was made while there was time for its claim.
+        plain_leads: The plain run is the plan if nothing else is found.
         claim_began: It was begun: nothing comes between its rounds, and nothing after them.
         out_of_looks: --max-trials is reached.
         hopeful: Whether any untried configuration could still win, had it the time.
@@ -152,6 +155,7 @@ class State:
     baseline: Option | None = None
     looks: Sequence[Option] = ()
     sharpen: Sequence[Option] = ()
+    sharpened_s: float = 0.0
     ahead: Option | None = None
     hand: Option | None = None
     check: Option | None = None
@@ -159,6 +163,7 @@ class State:
     leader_needs_s: float = 0.0
     claim: Option | None = None
     claim_fitted: bool = False
+    plain_leads: bool = False
     claim_began: bool = False
     out_of_looks: bool = False
     hopeful: bool = False
@@ -181,7 +186,7 @@ def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
     if state.claim_began:
         return _proof(state, left_s)
     options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices)]
-    if not options and not _holds_claim(state, left_s) and not (state.claim_fitted and state.leader_needs_s == 0):
+    if not options and not _holds_claim(state, left_s) and not (state.claim_fitted and state.plain_leads):
         options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices, claimed=False)]
     options.sort(key=lambda one: -one.score)
     if options:
@@ -252,7 +257,7 @@ def _before(look: Option, rest: Sequence[Option], state: State, left_s: float) -
     if later_s > left_s:  # there is no room for the claim
         later_s = look.cost_s + _needed_s(look, state, False)
     for option in state.sharpen:
-        if option.cost_s <= SPARED_LOOKS * look.cost_s and option.cost_s + later_s <= left_s:
+        if state.sharpened_s + option.cost_s <= SPARED_LOOKS * look.cost_s and option.cost_s + later_s <= left_s:
             return option, (look, *rest)
     if state.ahead is not None and state.ahead.cost_s + later_s <= left_s:
         return state.ahead, (look, *rest)
@@ -296,21 +301,32 @@ def score(gain: Array, cost_s: Array) -> Array:
     return np.asarray(gain / np.maximum(cost_s, 1.0) ** COST_POWER)
 
 
-def pair_gain(difference: float, sd: float) -> float:
+NEAR_SD = 0.1
+"""Standard deviation of the true log ratio of two configurations that single looks do not tell apart: what a pair can
+show. In the recorded tables (benchmarks/results/search_tables) the two next to the fastest of eight, by a look each,
+differ from it by 10 to 15 % in truth."""
+
+
+def pair_gain(difference: float, sd: float, pair_sd: float) -> float:
     """The expected gain of running a configuration side by side with the leader.
 
-    It takes the lead only if it wins: sd x L(difference / sd), with L the unit normal linear loss (Raiffa and Schlaifer
-    1961, chapter 5), as if the pair told the truth.
+    It takes the lead only if it wins. By the normal prior of what is not told apart (NEAR_SD), the runs so far, and
+    what the pair is expected to add to them, that is s x L(m / s), with L the unit normal linear loss (Raiffa and
+    Schlaifer 1961, chapter 5), m the mean of the ratio now, and s how far the pair is expected to move it.
 
     Args:
         difference: How far its log step time is above the leader's; below 0: it looks faster.
         sd: Standard deviation of that difference, of the runs so far.
+        pair_sd: The same of a pair.
     """
-    if sd <= 0:
-        return max(0.0, -difference)
-    z = difference / sd
+    known = NEAR_SD**2 / (NEAR_SD**2 + sd**2)
+    mean, variance = known * difference, known * sd**2
+    moved = variance / math.hypot(math.sqrt(variance), pair_sd) if variance > 0 else 0.0
+    if moved <= 0:
+        return max(0.0, -mean)
+    z = mean / moved
     density = math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-    return sd * (density - z * 0.5 * math.erfc(z / math.sqrt(2)))
+    return moved * (density - z * 0.5 * math.erfc(z / math.sqrt(2)))
 
 
 def check_gain(leader_gain: float, safe_gain: float, *, kind_has_passed: bool) -> float:

@@ -10,6 +10,7 @@ from autoplan.errors import PlanError, UsageError
 from autoplan.files import source_version
 from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.preload import preload_for
+from autoplan.planner.trials.runner import COMPILER
 from autoplan.processes import Zygote
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def _make_nodes(
         describe=DESCRIBE,
         check=check,
         on_note=on_note,
-        preload=preload_for(options.spec),
+        preload=(*preload_for(options.spec), *COMPILER),  # agents import nothing later
     )
 
 

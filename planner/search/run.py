@@ -380,8 +380,6 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
         session.ended_by = work.ended_by
         if work.kind == "end":
             break
-        if work.kind == "look" and work.cost_s + work.needs_s <= session.left_s:
-            session.claim_fitted = True
         session.observer.on_work(work, session.best, session.budget())
         try:
             do(session, work, ahead)

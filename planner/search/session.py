@@ -79,7 +79,6 @@ class Session:
         unchecked: Configurations whose parity check did not come to its end in this run of the search.
         ended_claims: Numbers of claims whose rounds ended early.
         traced: Configurations whose variants were traced in this run of the search, as far as there was time.
-        claim_fitted: A look was made while there was time for its claim.
         unpaired: Configurations whose pair with the leader ended early or is void: this run makes no other.
         taken: Keys of the pieces of work that run elsewhere (`Option.key`): that other planners of the study have, or
             that run on other parts of this machine.
@@ -104,7 +103,6 @@ class Session:
     loading_s: float = 0.0
     unchecked: set[TrainingConfig] = field(default_factory=set)
     ended_claims: set[int] = field(default_factory=set)
-    claim_fitted: bool = False
     unpaired: set[TrainingConfig] = field(default_factory=set)
     traced: set[TrainingConfig] = field(default_factory=set)
     taken: frozenset[str] = frozenset()
@@ -197,6 +195,11 @@ class Session:
         """Of the plain run that was measured."""
         return None if self.baseline is None else self.baseline.config
 
+    @property
+    def claim_fitted(self) -> bool:
+        """Whether a look was made while there was time for its claim."""
+        return any(line.with_claim for line in self.store.ledger)
+
     def is_given(self, config: TrainingConfig) -> bool:
         """Whether it is the plain run as the user has it: what a parity check compares with, so that it needs none."""
         return config == self.plain_config and is_plain_run(config)
@@ -222,9 +225,14 @@ class Session:
 
     @property
     def leader(self) -> CandidateRuns | None:
-        """The best so far, by all runs that the choice may rest on; None: nothing that may be the plan has run."""
+        """The best so far, by all runs that the choice may rest on; None: nothing that may be the plan has run.
+
+        From the first round of a claim on its configuration leads: what is known of the spread changes with each round,
+        and another would have no time for a claim of its own.
+        """
         best_first = ordered(self.objective, self.eligible, self.run_spread)
-        return best_first[0] if best_first else None
+        claimed = (runs for runs in best_first if self.claim_rounds(runs.config) is not None)
+        return next(claimed, best_first[0] if best_first else None)
 
     def contenders(self, leader: CandidateRuns) -> list[CandidateRuns]:
         """The configurations that may be as good as the leader, best first, without it."""
@@ -359,18 +367,20 @@ class Session:
             began_s: Of the budget, spent before it.
             part: Of the machine, where it ran beside others.
         """
+        seconds = self.store.spent_s - began_s
         self.store.add(
             WorkLine(
                 kind=work.kind,
                 config=work.config,
                 began_s=began_s,
-                seconds=self.store.spent_s - began_s,
+                seconds=seconds,
                 devices=self.devices,
                 predicted_s=work.cost_s,
                 gain=work.gain,
                 why=work.why,
                 over=work.over,
                 part=part,
+                with_claim=work.kind == "look" and work.cost_s + work.needs_s <= self.left_s + seconds,
             )
         )
 

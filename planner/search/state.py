@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autoplan.planner.records.trials import WorkLine
 from autoplan.planner.search.candidate_model import ordered, prospects
 from autoplan.planner.search.claim import LEAST_ROUNDS, claim_progress, rounds_kept, rounds_needed
 from autoplan.planner.search.next_work import (
@@ -76,6 +78,7 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
     return State(
         looks=looks,
         sharpen=list(_sharpening(session, looks)) if looks else (),
+        sharpened_s=sum(line.seconds for line in takewhile(_is_sharpening, reversed(session.store.ledger))),
         ahead=ahead.option() if looks and session.side is None else None,  # the parts compile side by side
         hand=None if leader is None else _hand(session, leader),
         check=None if leader is None else _check(session, leader),
@@ -83,6 +86,7 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
         leader_needs_s=needs_s,
         claim=claim,
         claim_fitted=session.claim_fitted,
+        plain_leads=leader is not None and leader.config == session.plain_config,
         claim_began=began,
         out_of_looks=out_of_looks,
         hopeful=bool((session.model.hopeful() if session.sampler is None else session.model.assess().untried).any()),
@@ -176,6 +180,10 @@ def _sharpening(session: Session, looks: Sequence[Option]) -> Iterator[Option]:
         yield Option(kind="trace", config=near[0], cost_s=trace_s, why="the next ones are predicted without a trace")
 
 
+def _is_sharpening(line: WorkLine) -> bool:
+    return line.kind in ("probe", "trace")
+
+
 def near_configs(session: Session, config: TrainingConfig) -> list[TrainingConfig]:
     """Whose variants are traced when the prediction of this candidate waits for it: its own, and of the next ones."""
     looks = list(_looks(session))[:NEAR_THE_FRONT]
@@ -214,14 +222,16 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
         runs = 1 + made
         one, best = match_rounds(other, leader) if other.first.beside else (other, leader)
         difference = math.log(_counted_s(session, one) / _counted_s(session, best))
-        gain = pair_gain(difference, spread.sd * math.sqrt(2 / runs))
+        sliced = session.in_slices(leader.first, other.first)
+        pair_sd = math.sqrt(2) * (SLICED if sliced else spread).sd
+        gain = pair_gain(difference, spread.sd * math.sqrt(2 / runs), pair_sd)
         if gain < LEAST_PAIR_GAIN:
             continue
         yield Option(
             kind="pair",
             config=other.config,
             gain=gain,
-            cost_s=cost.round_s(leader.first, other.first, sliced=session.in_slices(leader.first, other.first)),
+            cost_s=cost.round_s(leader.first, other.first, sliced=sliced),
             needs_s=needs_s(session, other.config),
             check_s=check_s(session, other.config),
             why="single runs do not tell it from the leader",

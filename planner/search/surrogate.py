@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.space.prune import memory_share_bytes
-from autoplan.planner.trials.measure import RUN_SPREAD
+from autoplan.planner.trials.measure import RUN_SPREAD, core_spread
 from autoplan.strategies.config import KNOBS, NUMBERS, TrainingConfig
 
 if TYPE_CHECKING:
@@ -120,8 +120,10 @@ class Observed:
 def _timed(trials: Sequence[Trial], codes: Array, prior: Prior) -> Observed:
     """The observed step times; those of which only a lower bound is known as the values that say the same.
 
-    The noise of a time is what one process differs from the next, the width of its own interval, and what disturbed it.
+    The noise of a time is what one process differs from the next (more where the cores change their speed by
+    themselves), the width of its own interval, and what disturbed it.
     """
+    spread = core_spread(trial.window for trial in trials)
     exact = [i for i, trial in enumerate(trials) if trial.step_time_s is not None and trial.at_least_s is None]
     late = [i for i, trial in enumerate(trials) if trial.at_least_s is not None]
     steps = [trials[i].step_time_s for i in exact]
@@ -130,7 +132,7 @@ def _timed(trials: Sequence[Trial], codes: Array, prior: Prior) -> Observed:
         values=np.array([math.log(step.median) for step in steps if step is not None]),
         mean=prior.log_time[exact],
         sd=prior.log_time_sd[exact],
-        noise=np.array([_noise(trials[i]) for i in exact]),
+        noise=np.array([_noise(trials[i], spread) for i in exact]),
     )
     if not late:
         return observed
@@ -145,11 +147,11 @@ def _timed(trials: Sequence[Trial], codes: Array, prior: Prior) -> Observed:
     )
 
 
-def _noise(trial: Trial) -> float:
+def _noise(trial: Trial, spread: float) -> float:
     assert trial.step_time_s is not None, "only a timed trial has noise"
     step = trial.step_time_s
     within = math.log(step.high / step.low) / (2 * Z_95) if 0 < step.low <= step.high < math.inf else 1.0
-    return math.hypot(NOISE, within, trial.disturbed_sd)
+    return math.hypot(spread, within, trial.disturbed_sd)
 
 
 def as_value(bounds: Array, mean: Array, sd: Array) -> tuple[Array, Array]:

@@ -23,7 +23,7 @@ from autoplan.planner.search.setup import probe_more, trace_more
 from autoplan.planner.search.side_by_side import Begun, SideBySide
 from autoplan.planner.search.state import check_s, claim_size, leader_needs_s, near_configs, needs_s
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, takes_own_shapes
-from autoplan.planner.trials.runner import WORKLOAD, TrialLimits
+from autoplan.planner.trials.runner import WORKLOAD, TrialLimits, load_compiler
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
 
@@ -357,6 +357,7 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
         others = {"cache_dir": kept, "ranks": config.world_size, "own_shapes": own_shapes and rung == "plain"}
         others |= {"rung": rung, "time_s": _check_time_s(session, config)}
     run: Callable[..., Parity] = run_step_parity if opaque else run_parity
+    load_compiler(session.zygote, config)
     try:
         parity = run(
             session.zygote,

@@ -46,6 +46,8 @@ def test_a_cause_that_can_be_removed_is_named_first_and_measured(script: str, ca
     ("script", "cause", "line"),
     [
         ("items.py", "sync", "items.py:16"),
+        ("by_hand.py", "attention", "by_hand.py:22"),
+        ("again.py", "two_backwards", "again.py:13"),
         pytest.param("loop_code.py", "loop", "loop_code.py:15", marks=pytest.mark.timing),
     ],
 )

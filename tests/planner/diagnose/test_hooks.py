@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,33 @@ def test_activations_are_kept_while_checkpointing_is_removed(tmp_path: Path) -> 
     assert step() == 1
     undo()
     assert step() == 2 and hooks.recomputed == 3
+
+
+def test_a_backward_over_the_same_graph_once_more_is_seen(tmp_path: Path) -> None:
+    hooks = hooks_in(tmp_path)
+    own = hooks._backward(torch.autograd.backward)
+    body, other = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+
+    def again(first: Callable[[torch.Tensor], Any], second: Callable[[torch.Tensor], Any]) -> bool:
+        hooks.again_s = 0.0
+        hooks._forget_graph()
+        hooks._shared = {}
+        out = body(torch.randn(4, 8))
+        first(out)
+        second(out)
+        return hooks.again_s > 0
+
+    def keeps(out: torch.Tensor) -> None:
+        own(out.sum(), None, True)
+
+    assert again(keeps, lambda out: own(out.mean()))
+    assert not again(keeps, lambda out: own(other(torch.randn(4, 8)).sum())), "another graph"
+    assert not again(lambda out: own(out.sum(), None, True, True), lambda out: own(out.mean())), "of a gradient"
+    assert not again(lambda out: (keeps(out), hooks._before_optimizer(None, (), {})), lambda out: own(out.mean()))
+    zero_grad = hooks._zeroed(lambda: None)
+    assert not again(lambda out: (keeps(out), zero_grad()), lambda out: own(out.mean())), "each by itself"
+    edges = torch.autograd.graph.get_gradient_edge
+    assert again(keeps, lambda out: own([edges(out)], [torch.ones(4, 8)]))
 
 
 def test_rows_that_a_batch_did_not_use_are_left_to_the_optimizer_no_more(tmp_path: Path) -> None:

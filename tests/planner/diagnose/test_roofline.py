@@ -13,7 +13,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoplan.planner.diagnose.records import Diagnosis, Operations, Rates
-from autoplan.planner.diagnose.roofline import fp32_is_exact, kind_of, measure_rates, read_operations, without_shapes
+from autoplan.planner.diagnose.roofline import (
+    find_scores,
+    fp32_is_exact,
+    fused_attention_s,
+    kind_of,
+    measure_rates,
+    read_operations,
+    without_shapes,
+)
 from autoplan.planner.records.trials import Interval
 from autoplan.report.diagnosis import document, operation_rows
 
@@ -48,6 +56,42 @@ def test_each_kind_has_the_bound_that_needs_most_time() -> None:
     assert found["optimizer"].seconds == pytest.approx(1e-3)
     *_, between = found
     assert between == "between operations" and sum(one.share for one in found.values()) == pytest.approx(1.0)
+
+
+def attention_by_hand(*, inside: str | None = None) -> list[dict[str, Any]]:
+    """Of 2 x 4 heads with 96 queries and keys of 16 numbers; `inside`: what calls all of it."""
+    scores, flat, queries = [2, 4, 96, 96], [8, 96, 96], [8, 96, 16]
+    calls = [
+        event("aten::bmm", 10, 100, queries, [8, 16, 96]),
+        event("aten::div", 200, 10, scores, []),
+        event("aten::softmax", 300, 30, scores),
+        event("aten::_softmax", 305, 20, scores),
+        event("aten::bmm", 400, 100, flat, queries),
+        event("aten::_softmax_backward_data", 600, 40, scores, scores),
+    ]
+    return calls if inside is None else [event(inside, 0, 1000, [2, 4, 96, 16]), *calls]
+
+
+def test_attention_in_single_operations_is_all_that_works_on_its_scores() -> None:
+    others = [
+        event("aten::add", 2000, 500, [2, 4, 96, 16], [2, 4, 96, 16]),
+        event("aten::_softmax", 3000, 50, [4, 96, 1000]),  # over classes: no batched product made it
+        event("aten::mm", 4000, 50, [384, 64], [64, 1000]),
+    ]
+    (found,) = find_scores({"traceEvents": [*attention_by_hand(), *others]})
+    assert (found.shape, found.head_dim, found.calls, found.dtype) == ((2, 4, 96, 96), 16, 1, "float32")
+    assert found.seconds == pytest.approx((100 + 10 + 30 + 100 + 40) / 1e6)
+    assert not (found.dropout or found.bias)
+    assert find_scores({"traceEvents": attention_by_hand(inside="aten::scaled_dot_product_attention")}) == []
+    assert find_scores({"traceEvents": others}) == []
+    more = [
+        event("aten::add", 700, 5, [2, 4, 96, 96], [1, 1, 96, 96], []),
+        event("aten::native_dropout", 800, 5, [2, 4, 96, 96], [], []),
+    ]
+    (with_both,) = find_scores({"traceEvents": [*attention_by_hand(), *more]})
+    assert with_both.dropout and with_both.bias and (fused_attention_s(with_both, "cpu") or 0) > 0
+    fused_s = fused_attention_s(found, "cpu")
+    assert fused_s is not None and 0 < fused_s < 1
 
 
 def test_on_a_gpu_the_time_is_that_of_the_kernels() -> None:

@@ -301,7 +301,7 @@ class Searches:
         self._plant(world, store)
         context = context_of(world)
         run.context = context
-        run.session = search_run._open_session(run, context, SimpleNamespace())  # type: ignore[arg-type]
+        run.session = search_run._open_session(run, context, SimpleNamespace(load=lambda modules: None))  # type: ignore[arg-type]
         run.session.apart = True  # a run of the world is one by itself
         return run
 

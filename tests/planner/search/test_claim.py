@@ -384,6 +384,18 @@ def test_a_leader_that_fails_in_its_claim_is_no_leader_and_the_next_one_is_claim
     assert not own & set(session.found().claim.trials)
 
 
+def test_what_is_claimed_leads_from_its_first_round_on():
+    """Another that looks faster afterwards, by a spread that its rounds have changed, has no time for a claim."""
+    session = Simulated(5, 0.01, gain=0.5)
+    session.measure("baseline", BASE)
+    session.measure("search", OTHERS[0])
+    run_claim_round(session, Work(kind="claim", config=OTHERS[0]))
+    session.keep(a_trial(9, "search", OTHERS[1], 0.1))
+    assert session.leader is not None and session.leader.config == OTHERS[0]
+    session.budget_s *= 2  # a search that goes on may choose anew
+    assert session.leader is not None and session.leader.config == OTHERS[1]
+
+
 # The spread between runs.
 
 

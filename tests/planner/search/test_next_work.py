@@ -12,6 +12,7 @@ import pytest
 from autoplan.planner.search.next_work import (
     ENDS,
     LEAST_PAIR_GAIN,
+    NEAR_SD,
     SPARED_LOOKS,
     TRIED_SHARE,
     Option,
@@ -82,10 +83,10 @@ def test_a_budget_that_holds_no_claim_still_finds_and_checks():
 
 
 def test_no_look_is_made_that_could_not_be_proved_after_others_were_with_their_claim():
-    state = State(looks=[look(cost_s=2.0, needs_s=10.0, check_s=3.0)], claim_fitted=True)
+    state = State(looks=[look(cost_s=2.0, needs_s=10.0, check_s=3.0)], claim_fitted=True, plain_leads=True)
     assert next_work(state, 12.0).kind == "look"
     assert next_work(state, 11.9).kind == "end", "the plain run leads, and is the plan"
-    assert next_work(replace(state, leader_needs_s=20.0), 11.9).kind == "look", "no proof is lost by it"
+    assert next_work(replace(state, plain_leads=False), 11.9).kind == "look", "without it there is no plan"
     assert next_work(replace(state, claim_fitted=False), 11.9).kind == "look"
 
 
@@ -153,6 +154,7 @@ def test_a_probe_or_a_trace_comes_before_a_look_if_it_costs_less_than_what_it_sp
         assert next_work(state, 1000.0).kind == kind
         dear = replace(state, sharpen=[replace(cheap, cost_s=10.0 * SPARED_LOOKS + 0.1)])
         assert next_work(dear, 1000.0).kind == "look"
+        assert next_work(replace(state, sharpened_s=0.1), 1000.0).kind == "look", "with those before it, it is as dear"
 
 
 def test_a_probe_is_left_out_where_the_look_would_not_fit_after_it():
@@ -268,10 +270,12 @@ def test_what_is_dear_waits_and_does_not_starve():
 
 
 def test_a_pair_gains_most_where_the_two_are_alike_and_not_known():
-    assert pair_gain(0.0, 0.05) == pytest.approx(0.05 / math.sqrt(2 * math.pi))
-    assert pair_gain(0.1, 0.05) < pair_gain(0.0, 0.05) < pair_gain(-0.1, 0.05)
-    assert pair_gain(0.0, 0.02) < pair_gain(0.0, 0.05)
-    assert pair_gain(0.1, 0.0) == 0.0 and pair_gain(-0.1, 0.0) == pytest.approx(0.1)
+    assert pair_gain(0.1, 0.05, 0.03) < pair_gain(0.0, 0.05, 0.03) < pair_gain(-0.1, 0.05, 0.03)
+    assert pair_gain(0.0, 0.02, 0.03) < pair_gain(0.0, 0.05, 0.03), "what is known well is not asked again"
+    assert pair_gain(0.0, 0.05, 0.1) < pair_gain(0.0, 0.05, 0.03), "a pair that differs much tells little"
+    most = NEAR_SD / math.sqrt(2 * math.pi)
+    assert pair_gain(0.0, 0.05, 0.03) < pair_gain(0.0, 10.0, 0.0) == pytest.approx(most, rel=1e-3)
+    assert pair_gain(0.1, 0.0, 0.03) == 0.0 and pair_gain(-0.1, 0.0, 0.03) == pytest.approx(0.1)
 
 
 def test_a_check_gains_what_is_lost_if_the_leader_fails_it_at_the_end():

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from autoplan.planner.search.inspection import Means, inspect
+from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.preload import MODELS, PRELOAD, preload_for
 from autoplan.processes import Task, Zygote
 from autoplan.strategies.workloads.sources import make_spec
 from autoplan.strategies.workloads.spec import WorkloadSpec
+from tests.recorded import make_hardware
 
 
 def named(kind: str, reference: str) -> WorkloadSpec:
@@ -60,6 +63,42 @@ def test_what_one_task_needs_is_imported_before_it_and_stays(tmp_path: Path) -> 
         os.kill(zygote.pid or 0, signal.SIGKILL)
         zygote.load(["wave"])
         assert zygote.run(task).check().ranks[0].result is True
+
+
+HIDDEN = """
+import importlib
+import torch
+import autoplan
+
+importlib.import_module("trans" + "formers.activations")  # as a package that this file imports does it
+
+
+def workload():
+    return autoplan.Workload(
+        name="work",
+        build_model=lambda: torch.nn.Linear(4, 1),
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        make_batch=lambda num_samples, index: {"x": torch.randn(num_samples, 4)},
+        loss=lambda model, batch: autoplan.LossSum(model(batch["x"]).square().sum(), len(batch["x"])),
+        global_batch=4,
+    )
+"""
+
+
+def test_what_the_workload_imports_of_libraries_is_imported_once(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(HIDDEN)
+    spec = make_spec(model=f"{tmp_path}/work.py:workload")
+    assert MODELS not in preload_for(spec)
+    with Zygote(preload=["torch"]) as zygote:
+        means = Means(options=SearchOptions(spec=spec), zygote=zygote, observer=SearchObserver(), budget_s=60.0)
+        inspect(means, make_hardware(), "cpu", 1, None)
+        report = zygote.run(Task(target="tests.planner.search.test_preload:has_activations", total_deadline_s=60.0))
+    assert report.check().ranks[0].result is True
+
+
+def has_activations(context: object) -> bool:
+    """Whether the rank has what the workload imported."""
+    return "transformers.activations" in sys.modules
 
 
 def has_colorsys(context: object) -> bool:
