@@ -224,8 +224,8 @@ def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> 
     if switch == "communication":
         return exchange_words(trial, seen)
     if switch == "compile":
-        own = sorted((one for one in seen.operations if one.kind in FUSABLE), key=lambda one: -one.share)
-        return "of the time " + ", ".join(f"{one.share:.0%} {one.kind}" for one in own[:3])
+        kinds = sorted((one for one in seen.operations if one.kind in FUSABLE), key=lambda one: -one.share)
+        return "of the time " + ", ".join(f"{one.share:.0%} {one.kind}" for one in kinds[:3])
     if switch in ("bf16", "tf32"):
         name, times = ("bf16", facts.bf16_gain) if switch == "bf16" else ("TF32", facts.tf32_gain)
         return f"a large product is {times or 0:.1f} times as fast in {name} on this {facts.device}"
