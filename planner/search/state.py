@@ -270,12 +270,29 @@ def needs_s(
     return check_s(session, config) + SLOW_MOMENTS * rounds * round_s(session, config, look_s)
 
 
+GAIN_SD = 0.15
+"""Of the logarithms of the gains that searches look at: the prior beside which a look is judged. In the zoo and of
+GPT-2 on CPUs they are mostly 0 to 0.3 (benchmarks/results/anytime.jsonl)."""
+
+
+def believed_gain(session: Session, leader: CandidateRuns) -> float:
+    """The logarithm of the leader's speed-up, less what its looks owe to chance: its posterior mean by GAIN_SD.
+
+    Where runs differ by 20 %, a look at 1.6 times the plain run's speed speaks for 1.1.
+    """
+    plain = session.baseline
+    assert plain is not None and plain.step_time_s is not None
+    seen = max(0.0, math.log(plain.step_time_s.median / leader.look_s))
+    sd, _ = session.run_spread.of_ratio()
+    return seen * GAIN_SD**2 / (GAIN_SD**2 + sd**2)
+
+
 def _leading_gain(session: Session) -> float:
-    """The logarithm of the leader's speed-up, in percents: whoever leads next gains as much at least."""
-    plain, leader = session.baseline, session.leader
-    if plain is None or plain.step_time_s is None or leader is None:
+    """The same of the leader of now, in percents; whoever leads next gains as much at least. 0: the plain run leads."""
+    leader = session.leader
+    if leader is None or leader.config == session.plain_config:
         return 0.0
-    return max(0.0, round(math.log(plain.step_time_s.median / leader.look_s), 2))
+    return max(0.01, round(believed_gain(session, leader), 2))
 
 
 def leader_needs_s(session: Session, leader: CandidateRuns) -> float:
@@ -389,9 +406,6 @@ def claim_size(session: Session, leader: CandidateRuns) -> int:
 
     The last is counted where it would be begun. If the time ends before it, those that are complete count.
     """
-    plain = session.baseline
-    assert plain is not None and plain.step_time_s is not None
-    luck, _ = session.run_spread.of_ratio()  # the choice favours looks that were lucky
-    gain = max(0.0, math.log(plain.step_time_s.median / leader.look_s) - luck)
     affordable = math.floor(session.left_s / max(round_s(session, leader.config), 1e-9) + 1 - TRIED_SHARE)
-    return max(LEAST_ROUNDS, min(rounds_needed(_round_spread(session, leader.config), gain), affordable))
+    wanted = rounds_needed(_round_spread(session, leader.config), believed_gain(session, leader))
+    return max(LEAST_ROUNDS, min(wanted, affordable))
