@@ -99,7 +99,8 @@ class CandidateModel:
         objective: Objective = THROUGHPUT,
     ) -> None:
         self.candidates = tuple(candidates)
-        self.legal = frozenset(self.candidates)
+        self._places = {config: place for place, config in enumerate(self.candidates)}
+        self.legal = self._places.keys()
         self.estimator = estimator
         self.memory_limit_bytes = memory_limit_bytes
         self.trials: list[Trial] = []
@@ -218,8 +219,13 @@ class CandidateModel:
         """The expected improvement by one candidate; 0 for what is none, or was tried."""
         if config not in self.legal:
             return 0.0
-        now, index = self.assess(), self.candidates.index(config)
+        now, index = self.assess(), self._places[config]
         return float(prospects(now)[0][index]) if now.untried[index] else 0.0
+
+    def believed_s(self, config: TrainingConfig) -> float | None:
+        """The step time of a candidate by all trials and the cost model; None: it is no candidate."""
+        place = self._places.get(config)
+        return None if place is None else math.exp(float(self.assess().posterior.log_time[place]))
 
     def best_trial(self) -> Trial | None:
         """The fastest measured trial that may be the plan."""

@@ -50,6 +50,8 @@ class CandidateRuns:
         claim_runs: The runs that its speed-up is calculated from; they have no part in the choice.
         counted: The runs that count, where a comparison has picked them (claim.py); else empty.
         weight: A second counts so many times: where cost is looked for, once for each rank.
+        believed_s: The step time by what all trials say of it (the surrogate), where it has a single look: of several
+            looks the best is the luckiest too. None: that of its runs.
     """
 
     config: TrainingConfig
@@ -58,6 +60,7 @@ class CandidateRuns:
     claim_runs: tuple[Trial, ...] = ()
     counted: tuple[Trial, ...] = ()
     weight: int = 1
+    believed_s: float | None = None
 
     @property
     def runs(self) -> tuple[Trial, ...]:
@@ -96,6 +99,11 @@ class CandidateRuns:
         """Its median step time, as it compares with those that have no pairs: of a look beside others, that look's."""
         look = self.first.step_time_s
         return self.weight * look.median if self.first.beside and look is not None else self.step_time.median
+
+    @property
+    def single_s(self) -> float:
+        """The step time by which it is ranked among those that have no pairs in common."""
+        return self.step_time.median if self.believed_s is None else self.weight * self.believed_s
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -252,7 +260,7 @@ def rank(candidates: Sequence[CandidateRuns], spread: Spread = ASSUMED) -> list[
     ahead = [one for one in once if all(is_behind(other, one, spread, candidates) for other in again)]
     rest = [candidate for candidate in once if candidate not in ahead]
     ordered = _by_speed(ahead, spread) + _by_speed(again, spread)
-    return ordered + sorted(rest, key=lambda candidate: candidate.step_time.median)
+    return ordered + sorted(rest, key=lambda candidate: candidate.single_s)
 
 
 def _by_speed(candidates: Sequence[CandidateRuns], spread: Spread) -> list[CandidateRuns]:
@@ -263,12 +271,13 @@ def _by_speed(candidates: Sequence[CandidateRuns], spread: Spread) -> list[Candi
         """Its step time, by the rounds that it shares with the one that has most of them."""
         assert most is not None
         if not shared_rounds((candidate, most)):
-            return candidate.step_time.median
+            return candidate.single_s
         return most.step_time.median / speed_ratio(candidate, most).median
 
     while pool:
         fastest = min(pool, key=seconds)
-        tied = [candidate for candidate in pool if candidate is fastest or is_tie(candidate, fastest, spread)]
+        near_s = (1 + TIE) * seconds(fastest)
+        tied = [c for c in pool if c is fastest or (is_tie(c, fastest, spread) and seconds(c) <= near_s)]
         least_bytes = min(candidate.peak_memory_bytes for candidate in tied)
         small = [c for c in tied if c.peak_memory_bytes <= least_bytes * (1 + MEMORY_MATTERS)]
         chosen = min(small, key=lambda c: (len(c.config.knobs_off_default()), seconds(c), c.first.number))

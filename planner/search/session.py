@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from autoplan.planner.records.trials import (
@@ -227,10 +227,12 @@ class Session:
     def leader(self) -> CandidateRuns | None:
         """The best so far, by all runs that the choice may rest on; None: nothing that may be the plan has run.
 
-        From the first round of a claim on its configuration leads: what is known of the spread changes with each round,
-        and another would have no time for a claim of its own.
+        A single look counts by what all trials say of it. From the first round of a claim on its configuration leads:
+        what is known of the spread changes with each round, and another would have no time for a claim of its own.
         """
-        best_first = ordered(self.objective, self.eligible, self.run_spread)
+        believed = self.model.believed_s
+        runs = [one if one.finalist_runs else replace(one, believed_s=believed(one.config)) for one in self.eligible]
+        best_first = ordered(self.objective, runs, self.run_spread)
         claimed = (runs for runs in best_first if self.claim_rounds(runs.config) is not None)
         return next(claimed, best_first[0] if best_first else None)
 

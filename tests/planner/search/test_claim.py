@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from autoplan.planner.search.claim import (
 )
 from autoplan.planner.search.next_work import Work, next_work
 from autoplan.planner.search.options import SearchObserver
-from autoplan.planner.search.selection import collect_runs, contenders, is_tie, measured_spread
+from autoplan.planner.search.selection import collect_runs, contenders, is_tie, measured_spread, rank
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.state import believed_gain, claim_size, read_state
 from autoplan.planner.search.work import run_claim_round, run_pair
@@ -76,6 +77,7 @@ class Simulated(Session):
                 round_s=lambda one, other, sliced: one.seconds_spent + other.seconds_spent,
             ),
             cost_s=lambda config: 1.0,
+            believed_s=lambda config: None,
             hopeful=lambda: np.zeros(1, dtype=bool),
         )
         self.sampler = None
@@ -394,6 +396,14 @@ def test_what_is_claimed_leads_from_its_first_round_on():
     assert session.leader is not None and session.leader.config == OTHERS[0]
     session.budget_s *= 2  # a search that goes on may choose anew
     assert session.leader is not None and session.leader.config == OTHERS[1]
+
+
+def test_of_single_looks_the_one_that_all_trials_speak_for_leads():
+    lucky, sound = (replace(one, believed_s=s) for one, s in zip(collect_runs([
+        a_trial(0, "search", OTHERS[0], 1.0), a_trial(1, "search", OTHERS[1], 1.05)]), (1.2, 1.1), strict=True))  # fmt: skip
+    assert [one.config for one in rank([lucky, sound])] == [OTHERS[1], OTHERS[0]]
+    plain = [replace(one, believed_s=None) for one in (lucky, sound)]
+    assert rank(plain)[0].config == OTHERS[0]
 
 
 # The spread between runs.
