@@ -399,8 +399,8 @@ def test_what_is_claimed_leads_from_its_first_round_on():
 
 
 def test_of_single_looks_the_one_that_all_trials_speak_for_leads():
-    lucky, sound = (replace(one, believed_s=s) for one, s in zip(collect_runs([
-        a_trial(0, "search", OTHERS[0], 1.0), a_trial(1, "search", OTHERS[1], 1.05)]), (1.2, 1.1), strict=True))  # fmt: skip
+    looks = [a_trial(0, "search", OTHERS[0], 1.0), a_trial(1, "search", OTHERS[1], 1.05)]
+    lucky, sound = (replace(one, believed_s=s) for one, s in zip(collect_runs(looks), (1.2, 1.1), strict=True))
     assert [one.config for one in rank([lucky, sound])] == [OTHERS[1], OTHERS[0]]
     plain = [replace(one, believed_s=None) for one in (lucky, sound)]
     assert rank(plain)[0].config == OTHERS[0]
