@@ -56,6 +56,12 @@ LOOP_MENDS = {
 LEAST_MORE_BYTES, MORE_SHARE = 64 << 20, 0.2
 """Saving or evaluation that takes less memory beyond the steps is no note: the allocator keeps some."""
 
+LEAST_FUSED = 1.15
+"""A faster optimizer step that gives less is a note: torch's default is not fused, so most scripts could have that."""
+
+MOST_OF_PART = 2.0
+"""Of the optimizer's share of the time, what its mend may give at the most, caches included: more was the machine's."""
+
 MORE_THERE = 1.2
 """If the batches could be had so many times faster than with the mend that was measured, that is a finding too."""
 
@@ -165,6 +171,8 @@ def _proved(answer: Answer, seen: Observation) -> Iterator[Finding]:
     _choose_of_both(gains)
     bound = next((gain_of(trial) for trial in _whole(answer) if trial.suspect.switch == "batches"), None)
     for switch, (trial, gain) in gains.items():
+        if switch in ("fused", "foreach") and not _is_worth_a_finding(gain, seen):
+            continue
         yield Finding(
             cause=switch,
             what=WHAT[switch],
@@ -174,6 +182,12 @@ def _proved(answer: Answer, seen: Observation) -> Iterator[Finding]:
             measured=True,
             line=_line(trial, seen),
         )
+
+
+def _is_worth_a_finding(gain: Interval, seen: Observation) -> bool:
+    """Whether a faster optimizer step gives enough, and no more than its part of the time can."""
+    most = 1 / (1 - min(0.9, MOST_OF_PART * seen.share("optimizer")))
+    return gain.median >= LEAST_FUSED and gain.low <= most
 
 
 def _choose_of_loader(gains: dict[str, tuple[SwitchTrial, Interval]]) -> None:

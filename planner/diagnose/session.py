@@ -90,8 +90,8 @@ STILL_WAITS = 0.25
 STALLED = 4
 """A block that takes so many times as long as it should ends: more threads than free cores take ten times as long."""
 
-COMPILES_S = 15.0
-"""Seconds for compiling a model as it is tried. Assumed: small models took 5 to 20 on two cores."""
+COMPILES_S = 30.0
+"""Seconds for compiling a model as it is tried. Four small blocks took over 20 on two cores."""
 
 COMPILE_SHARE = 0.05
 """From this share of the time on compiling in the steps is looked at again with dynamic shapes, in another process."""
