@@ -20,7 +20,6 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
@@ -292,7 +291,7 @@ class ReplaySession(Session):
         """A table without the plain run needs none."""
         return super().plain_is_known or not self.context.space.values["micro_batch"]
 
-    @cached_property
+    @property
     def _has_hand_setting(self) -> bool:
         return hand_setting(self) in self.model.legal
 

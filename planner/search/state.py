@@ -290,7 +290,7 @@ def believed_gain(session: Session, leader: CandidateRuns) -> float:
 def _leading_gain(session: Session) -> float:
     """The same of the leader of now, in percents; whoever leads next gains as much at least. 0: the plain run leads."""
     leader = session.leader
-    if leader is None or leader.config == session.plain_config:
+    if leader is None or session.baseline is None or leader.config == session.plain_config:
         return 0.0
     return max(0.01, round(believed_gain(session, leader), 2))
 

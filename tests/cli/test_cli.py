@@ -348,7 +348,8 @@ def test_the_end_of_a_search_without_a_gain_names_the_command_that_goes_on(monke
     ledger = search_document(result)["ledger"]
     times = {"began_s": 15.0, "seconds": 47.0, "predicted_s": 20.0}
     assert ledger[1] | {"config": None} == {
-        "kind": "baseline", "config": None, "gain": 0.04, "why": "", "over": "", "devices": 1, "part": None, **times
+        "kind": "baseline", "config": None, "gain": 0.04, "why": "", "over": "", "devices": 1, "part": None,
+        "with_claim": False, **times
     }  # fmt: skip
 
 
