@@ -162,13 +162,11 @@ class MemoryFacts(Record):
 class HandAttention(Record):
     """Attention in single operations, by a trace: what works on tensors of the size of the scores.
 
-    `scores` is the largest shape of them, `calls` how often in a step, `seconds` what all of it takes of a step.
-    `fused_s` is what torch's scaled_dot_product_attention takes for as many of these sizes, forward and backward, in
-    the same process.
+    `scores` is the largest shape of them, `seconds` what all of it takes of a step. `fused_s` is what torch's
+    scaled_dot_product_attention takes for as many of these sizes, forward and backward, in the same process.
     """
 
     scores: tuple[int, ...]
-    calls: float
     seconds: float
     fused_s: float
     line: str | None

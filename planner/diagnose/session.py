@@ -225,7 +225,7 @@ class Session:
             yield from self._try(suspect, seen, self.peers.agree(self.left_s) / (len(opened) - place), MORE_PAIRS)
         for suspect in wanted:
             if suspect.switch == "compile":
-                yield from self._try(suspect, seen, self.left_s)
+                yield from self._try(suspect, seen, self.peers.agree(self.left_s))
 
     def _of_all_ranks(self, seen: Observation) -> Observation:
         """What the rank showed that the others wait for; its causes are those that are removed, in all ranks."""
@@ -405,7 +405,6 @@ class Session:
         calls_s = sum(fused_s for _, fused_s in known)
         return HandAttention(
             scores=found[0].shape,
-            calls=sum(one.calls for one in found) / TRACED_STEPS,
             seconds=seconds,
             fused_s=of_all * calls_s / TRACED_STEPS,
             line=worst_line(self.clock, f"softmax {found[0].shape}"),

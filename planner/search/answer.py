@@ -17,7 +17,7 @@ from autoplan.planner.records.loading import Loading
 from autoplan.planner.records.trials import Outcome
 from autoplan.planner.search.candidate_model import find_untried
 from autoplan.planner.search.device_hours import alone_s
-from autoplan.planner.search.objective import best_trial, order
+from autoplan.planner.search.objective import best_trial
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, UNCHECKED, make_plan
 from autoplan.planner.search.references import what_would_fit
@@ -183,7 +183,7 @@ def _best_so_far(session: Session, why: str) -> Plan | None:
     plain, runs = session.baseline, [one for one in session.may_be_plan if not one.first.loss_differs]
     if plain is None or not runs:
         return None
-    leader = order(session.objective, runs, session.run_spread)[0]
+    leader = session.ranked(runs)[0]
     parity = PLAIN_PARITY if session.is_given(leader.config) else session.store.parity_of(leader.config)
     return make_plan(session, leader, parity or UNCHECKED, plain, unverified=why)
 

@@ -227,14 +227,18 @@ class Session:
     def leader(self) -> CandidateRuns | None:
         """The best so far, by all runs that the choice may rest on; None: nothing that may be the plan has run.
 
-        A single look counts by what all trials say of it. From the first round of a claim on its configuration leads:
-        what is known of the spread changes with each round, and another would have no time for a claim of its own.
+        From the first round of a claim on its configuration leads: what is known of the spread changes with each round,
+        and another would have no time for a claim of its own.
         """
-        believed = self.model.believed_s
-        runs = [one if one.finalist_runs else replace(one, believed_s=believed(one.config)) for one in self.eligible]
-        best_first = ordered(self.objective, runs, self.run_spread)
+        best_first = self.ranked(self.eligible)
         claimed = (runs for runs in best_first if self.claim_rounds(runs.config) is not None)
         return next(claimed, best_first[0] if best_first else None)
+
+    def ranked(self, candidates: Sequence[CandidateRuns]) -> list[CandidateRuns]:
+        """Configurations, best first; a single look counts by what all trials say of it."""
+        believed = self.model.believed_s
+        runs = [one if one.finalist_runs else replace(one, believed_s=believed(one.config)) for one in candidates]
+        return ordered(self.objective, runs, self.run_spread)
 
     def contenders(self, leader: CandidateRuns) -> list[CandidateRuns]:
         """The configurations that may be as good as the leader, best first, without it."""

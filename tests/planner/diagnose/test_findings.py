@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
+from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
@@ -15,6 +17,8 @@ from autoplan.planner.diagnose.records import (
     Answer,
     Exchange,
     Facts,
+    Finding,
+    HandAttention,
     LoaderFacts,
     Observation,
     Operations,
@@ -161,6 +165,52 @@ def on_a_gpu(idle: float, *, data_s: float = 0.0, compiled: bool = False) -> Obs
             ),
         }
     )  # fmt: skip
+
+
+def with_optimizer(share: float) -> Observation:
+    """On a CPU; the optimizer takes a share of a step of 100 ms."""
+    parts = [
+        PartTime(part=part, seconds=0.1 * s, low=0.1 * s, high=0.1 * s, share=s, events=20)  # type: ignore[arg-type]
+        for part, s in {"optimizer": share, "backward": 1 - share}.items()
+    ]
+    return observation().model_copy(update={"parts": tuple(parts)})
+
+
+def test_a_faster_optimizer_step_is_a_finding_where_it_gives_enough_and_no_more_than_it_can() -> None:
+    for share, without_s, is_found in ((0.3, 0.08, True), (0.1, 0.09, False), (0.07, 0.06, False)):
+        seen = with_optimizer(share)
+        tried = Answer(observation=seen, trials=(trial("fused", without_s),))
+        found = [one for one in find_causes(tried) if one.cause == "fused"]
+        assert bool(found) is is_found, (share, without_s)
+        said = [note for note in notes_of(tried, seen, found) if "a fused optimizer step" in note]
+        assert bool(said) is not is_found, "else a note says what it gave"
+
+
+def test_compiling_is_tried_last_and_where_most_of_the_time_goes_over_memory() -> None:
+    def suspects(share: float, **facts: Any) -> list[str]:
+        seen = observation()
+        slow = (Operations(kind="elementwise", seconds=0.1 * share, share=share, calls=100),)
+        changed = {"operations": slow, "facts": seen.facts.model_copy(update=facts)}
+        return [one.switch for one in find_suspects(seen.model_copy(update=changed))]
+
+    assert suspects(0.6)[-1] == "compile" and len(suspects(0.6)) > 1
+    assert "compile" not in suspects(0.4) and "compile" not in suspects(0.6, compiled=True)
+
+
+def test_attention_in_single_operations_is_named_by_what_torchs_own_would_save() -> None:
+    def found(fused_s: float) -> list[Finding]:
+        own = HandAttention(scores=(2, 4, 96, 96), seconds=0.04, fused_s=fused_s, line="train.py:7")
+        seen = with_optimizer(0.0)
+        return find_causes(Answer(observation=seen.model_copy(update={"facts": facts_with(seen, own)})))
+
+    (one,) = found(0.01)
+    assert (one.cause, one.measured, one.line) == ("attention", False, "train.py:7")
+    assert one.gain.median == pytest.approx(1 / 0.7) and "2 x 4 x 96 x 96" in one.evidence
+    assert found(0.036) == [] and found(0.05) == []
+
+
+def facts_with(seen: Observation, attention: HandAttention) -> Facts:
+    return seen.facts.model_copy(update={"attention": attention, "loader": None})
 
 
 def test_a_gpu_that_waits_for_the_host_is_named_with_compiling_as_the_mend() -> None:

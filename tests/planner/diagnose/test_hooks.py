@@ -132,6 +132,20 @@ def test_a_backward_over_the_same_graph_once_more_is_seen(tmp_path: Path) -> Non
     assert again(keeps, lambda out: own([edges(out)], [torch.ones(4, 8)]))
 
 
+def test_modules_are_compiled_while_that_is_tried_and_not_afterwards(tmp_path: Path) -> None:
+    hooks, model = hooks_in(tmp_path), nn.Linear(4, 4)
+    hooks.modules.called.add(model)
+    suspect = Suspect(switch="compile", part="forward", worth=0.5)
+    compiled = []
+    for _ in range(2):
+        undo = without(hooks, "compile")
+        compiled.append(model._compiled_call_impl)
+        undo()
+        assert model._compiled_call_impl is None and not torch._dynamo.config.suppress_errors
+    assert compiled[0] is not None and compiled[0] is compiled[1], "once"
+    assert not has_acted(hooks_in(tmp_path), suspect), "nothing was compiled there"
+
+
 def test_rows_that_a_batch_did_not_use_are_left_to_the_optimizer_no_more(tmp_path: Path) -> None:
     hooks = hooks_in(tmp_path)
     model = nn.Sequential(nn.Embedding(4096, 128), nn.Linear(128, 1))
