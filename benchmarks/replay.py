@@ -7,7 +7,7 @@ A replay is a `Session` whose runner answers from the table, and whose store is 
 by what each run took when it was recorded. `next_work` names the pieces and `work.do` does them, as in a live search:
 looks, pairs side by side, the parity check, the rounds of the claim. A run draws one of the processes of its
 configuration, and then its steps out of that process's steps; two runs of a pair draw two processes. A look that the
-bound puts behind the leader ends early (tables with each step's time). What is compiled ahead takes what is predicted.
+bound puts behind the leader ends early (tables with each step's time).
 
 A configuration that compiles takes its time with an empty cache the first time that its graph is compiled in the
 replay. The parity check takes what is predicted of it, and passes. Not in a replay: probes, traces, imports. The hand
@@ -19,17 +19,16 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import numpy as np
 
 from autoplan.planner.cost.traced.estimator import Estimator
-from autoplan.planner.records.trials import ClaimRounds, CompiledAhead, Outcome, Parity, Trial, WorkLine
+from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Trial, WorkLine
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.claim import is_no_gain
-from autoplan.planner.search.compile_ahead import SERIAL_SHARE, Choice, CompileAhead, Machine, Waiting
 from autoplan.planner.search.next_work import Work, next_work
 from autoplan.planner.search.options import SamplerName, SearchObserver, SearchOptions
 from autoplan.planner.search.references import hand_setting
@@ -89,13 +88,8 @@ def replay(
         limit_bytes: A recorded peak above it is answered as out of memory.
     """
     session = open_session(recorded, sampler, number, budget_s, limit_bytes)
-    yield from run_session(session, AheadByTheClock(session))
-
-
-def run_session(session: Session, ahead: CompileAhead) -> Iterator[Moment]:
-    """The loop of a live search (planner/search/run.py), with a parity check that takes what is predicted."""
-    while True:
-        work = drawn(session, next_work(read_state(session, ahead), session.left_s, session.context.nproc))
+    while True:  # as the loop of a live search (planner/search/run.py)
+        work = drawn(session, next_work(read_state(session), session.left_s, session.context.nproc))
         if work.kind == "end":
             return
         if work.kind == "parity" and work.config is not None:
@@ -104,7 +98,7 @@ def run_session(session: Session, ahead: CompileAhead) -> Iterator[Moment]:
                 session.store.add_parity(work.config, PASSED)
         else:
             try:
-                do(session, work, ahead)
+                do(session, work)
             except BudgetOver:
                 return
         yield Moment(
@@ -133,7 +127,6 @@ class MemoryStore:
     spent_s: float = 0.0
     trials = property(lambda self: self.found[Trial])
     claims = property(lambda self: self.found[ClaimRounds])
-    compiled_ahead = property(lambda self: self.found[CompiledAhead])
     ledger = property(lambda self: tuple(self.found[WorkLine]))
 
     def take_number(self) -> int:
@@ -145,7 +138,7 @@ class MemoryStore:
         return self.parities.get(config)
 
     def add(self, record: Any) -> None:
-        """Keeps a trial, a line of the ledger, a claim that was begun, or what was compiled ahead."""
+        """Keeps a trial, a line of the ledger, or a claim that was begun."""
         self.found[type(record)].append(record)
 
     def add_parity(self, config: TrainingConfig, parity: Parity) -> None:
@@ -154,27 +147,6 @@ class MemoryStore:
 
     def tick(self, *, force: bool = False) -> None:
         """Nothing is on disk."""
-
-
-class AheadByTheClock(CompileAhead):
-    """Compiling ahead, of which nothing runs: the clock goes forward by what is predicted of it.
-
-    Attributes:
-        device: Whose compilations they are like.
-    """
-
-    device: Literal["cuda", "cpu"] = "cpu"
-
-    def _machine(self) -> Machine:
-        return replace(super()._machine(), serial_share=SERIAL_SHARE[self.device])
-
-    def _run(self, waiting: Sequence[Waiting], choice: Choice) -> None:
-        session, runner = self.session, cast(TableRunner, self.session.runner)
-        for one in waiting:
-            self._tried.add(one.config)
-            runner.compiled.add(what_is_compiled(one.config))
-            session.model.observe_ahead(one.config, None)
-        cast(MemoryStore, session.store).spent_s += choice.seconds
 
 
 class TableRunner:
@@ -192,7 +164,7 @@ class TableRunner:
         self._store, self._limit_bytes = store, limit_bytes
         self._global_batch = recorded.global_batch
         self._random = random.Random(seed)
-        self.compiled: set[TrainingConfig] = set()
+        self._compiled: set[TrainingConfig] = set()
         self._cold: dict[TrainingConfig, Trial] = {}
         for trials in self._processes.values():
             for trial in trials:
@@ -219,8 +191,8 @@ class TableRunner:
         if trial.config.compile == "off" or not compile_s(trial):
             return trial
         graph = what_is_compiled(trial.config)
-        as_now = min(trials, key=compile_s) if graph in self.compiled else self._cold[graph]
-        self.compiled.add(graph)
+        as_now = min(trials, key=compile_s) if graph in self._compiled else self._cold[graph]
+        self._compiled.add(graph)
         return with_compile_s(trial, compile_s(as_now), as_now.warnings)
 
 

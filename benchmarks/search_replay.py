@@ -1,7 +1,6 @@
 """Replays searches over recorded tables: ours, Optuna's TPE, random; device seconds, looks, regret, a plot.
 
     python -m benchmarks.search_replay [--seeds 50] [--methods ours tpe random] [--plot F] [FOLDER ...]
-    python -m benchmarks.search_replay --compiling 60 [--cores 16]      # how many compiled candidates 10 minutes hold
 
 The tables are those of benchmarks/search_tables.py: every candidate ran for real, in several processes. A search
 chooses among a table's candidates alone and decides as a live one (benchmarks/replay.py): each of its runs draws one of
@@ -21,23 +20,20 @@ import argparse
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import optuna
 
-from autoplan.planner.records.trials import Trial
-from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import SamplerName
 from autoplan.planner.search.references import plain_configs
 from autoplan.planner.search.state import check_s
-from autoplan.planner.search.trial_cost import WARM_SHARE, what_is_compiled
 from autoplan.planner.search.work import do
 from autoplan.strategies.config import TrainingConfig
 from benchmarks.recorded import EARLIER, Recorded, read
-from benchmarks.replay import AheadByTheClock, Moment, compile_s, open_session, replay, run_session, with_compile_s
+from benchmarks.replay import Moment, compile_s, open_session, replay
 from benchmarks.search_plot import draw_curves
 from benchmarks.search_tables import TABLES
 
@@ -48,8 +44,6 @@ BUDGET_SHARE = 0.1
 
 MOST_REGRET = {50: 0.02, 90: 0.05}
 """By percentile: the regret that is aimed at, beyond the table's own spread."""
-
-COMPILING_BUDGET_S = 600.0
 
 TIMES_LESS = 5.0
 """How many times less device time than TPE and random need to 95 % is aimed at."""
@@ -105,7 +99,7 @@ def affordable_share(recorded: Recorded, budget_s: float) -> float:
     plain_s = 0.0
     if recorded.plain:
         plain = next(c for c in plain_configs(session) if truth[c] < math.inf)
-        do(session, Work(kind="baseline", config=plain), None)  # type: ignore[arg-type]
+        do(session, Work(kind="baseline", config=plain))
         plain_s = looks[plain]
 
     def needed_s(config: TrainingConfig) -> float:
@@ -178,56 +172,6 @@ def score_of(name: str, curves: list[list[Point]], brief: Sequence[Sequence[Poin
         to_level=to_level,
         regrets={percent: percentile(regrets, percent) for percent in MOST_REGRET},
     )
-
-
-# Compilations as on a GPU's host.
-
-
-def with_compilations(recorded: Recorded, seconds: float) -> Recorded:
-    """The table as if a compilation with an empty cache took so long; one from the cache WARM_SHARE of it."""
-    longest: dict[TrainingConfig, float] = {}
-    for trial in (trial for trials in recorded.rounds for trial in trials):
-        graph = what_is_compiled(trial.config)
-        longest[graph] = max(longest.get(graph, 0.0), compile_s(trial))
-
-    def changed(trial: Trial) -> Trial:
-        if not compile_s(trial):
-            return trial
-        cold = compile_s(trial) >= longest[what_is_compiled(trial.config)] / 2
-        return with_compile_s(trial, seconds if cold else WARM_SHARE * seconds, trial.warnings)
-
-    return replace(recorded, rounds=tuple([changed(trial) for trial in trials] for trials in recorded.rounds))
-
-
-def compiled_looks(recorded: Recorded, number: int, budget_s: float, cores: int, *, ahead: bool) -> int:
-    """How many compiled configurations a search looks at on a host with so many cores."""
-    session = open_session(recorded, "autoplan", number, budget_s)
-    host = recorded.hardware.host.model_copy(update={"cores_usable": cores})
-    session.context.hardware = recorded.hardware.model_copy(update={"host": host})  # type: ignore[misc]
-    by_the_clock = AheadByTheClock(session)
-    by_the_clock.device = "cuda"
-    pieces = list(run_session(session, by_the_clock if ahead else NoneAhead(session)))
-    trials = pieces[-1].trials if pieces else ()
-    return sum(trial.config.compile != "off" and not trial.is_repeat for trial in trials)
-
-
-class NoneAhead(CompileAhead):
-    """Each configuration is compiled in its own trial."""
-
-    def option(self) -> None:
-        """None."""
-
-
-def show_compiling(folders: Sequence[Path], seconds: float, cores: int, seeds: int) -> None:
-    """Prints how many compiled candidates a search of 10 minutes looks at, compiled ahead and not."""
-    for recorded in (with_compilations(one, seconds) for folder in folders for one in read(folder)):
-        looks = {
-            ahead: [compiled_looks(recorded, seed, COMPILING_BUDGET_S, cores, ahead=ahead) for seed in range(seeds)]
-            for ahead in (True, False)
-        }
-        said = (f"{name} {percentile(looks[ahead], 50):.0f} ({min(looks[ahead])} to {max(looks[ahead])})"
-                for ahead, name in ((True, "compiled ahead"), (False, "one after the other")))  # fmt: skip
-        print(f"{recorded.name}: looks at compiled candidates: {', '.join(said)}", flush=True)
 
 
 # What is printed.
@@ -315,14 +259,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=50)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write a drawing of each table there")
-    parser.add_argument("--compiling", type=float, metavar="S", help="seconds of a compilation with an empty cache")
-    parser.add_argument("--cores", type=int, default=16, help="with --compiling: of the host")
     options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    if options.compiling is not None:
-        show_compiling(options.folders, options.compiling, options.cores, options.seeds)
-    elif not show(options.folders, options.methods, options.seeds, options.plot):
+    if not show(options.folders, options.methods, options.seeds, options.plot):
         print("no table is recorded here; record one with: python -m benchmarks.search_tables --case gpt --ranks 1")
 
 

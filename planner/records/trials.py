@@ -219,7 +219,7 @@ class Trial(Record):
 class Attempt(Record):
     """A run of a trial, or of another part of the search, that does not count: something outside ended it."""
 
-    part: str = Field(description="probe, inspect, trace, baseline, reference, search, compile ahead, finalist, parity")
+    part: str = Field(description="probe, inspect, trace, baseline, reference, search, finalist, parity")
     number: int | None = Field(default=None, description="of the trial, where it was one")
     config: TrainingConfig | None = None
     reason: str = Field(description="how it ended, a sentence for people")
@@ -235,35 +235,10 @@ class Attempt(Record):
         return f"{what}{whose}: {self.reason}"
 
 
-class Compiled(Record):
-    """A configuration that was to be compiled ahead of its trial."""
-
-    config: TrainingConfig
-    compile_s: float | None = Field(default=None, description="beside the others; None: it did not come to its end")
-    cached: bool = Field(default=False, description="the cache had all its kernels already")
-    why_not: str | None = Field(default=None, description="a sentence, where it did not end; its trial has the verdict")
-
-
-class CompiledAhead(Record):
-    """Configurations that were compiled side by side, before their trials; no trial, and no verdict on any."""
-
-    compiled: tuple[Compiled, ...]
-    seconds: float = Field(description="of the budget, for all of them together")
-    expected_s: float = Field(description="as it was predicted; and what it was expected to save")
-    expected_saving_s: float
-
-    @property
-    def configs(self) -> frozenset[TrainingConfig]:
-        """Those whose kernels are in the cache now."""
-        return frozenset(one.config for one in self.compiled if one.compile_s is not None)
-
-
 class WorkLine(Record):
     """A line of the ledger: a piece of work of a search, and where its seconds went."""
 
-    kind: str = Field(
-        description="setup, baseline, probe, trace, look, compile ahead, hand setting, pair, parity, claim"
-    )
+    kind: str = Field(description="setup, baseline, probe, trace, look, hand setting, pair, parity, claim")
     config: TrainingConfig | None = None
     began_s: float = Field(description="of the budget, spent before it")
     seconds: float

@@ -18,7 +18,6 @@ The candidates:
 - candidate_model.py: what is known of them, and the order in which they are looked at; surrogate.py: the Gaussian
   process behind it; objective.py: what is looked for;
 - trial_cost.py: predicts how long a trial and a parity check take;
-- compile_ahead.py: compiles the next ones side by side before they are measured;
 - sampler.py: another sampler, of Optuna, as what draws the looks.
 
 The proof and the answer:

@@ -134,12 +134,6 @@ class CandidateModel:
         """Leaves out of what is untried, for now, what other planners are looking at."""
         self._elsewhere, self._assessment = configs, None
 
-    def observe_ahead(self, config: TrainingConfig, alone_s: float | None) -> None:
-        """Takes in that a configuration was compiled ahead of its trial (`TrialCost.observe_ahead`)."""
-        if self._cost is not None:
-            self._cost.observe_ahead(config, alone_s)
-        self._assessment = None
-
     def assess(self) -> Assessment:
         """The assessment after the trials so far."""
         if self._assessment is None:

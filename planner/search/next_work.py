@@ -32,7 +32,7 @@ from autoplan.strategies.config import TrainingConfig
 
 Array = NDArray[np.float64] | np.float64
 
-Kind = Literal["baseline", "probe", "trace", "look", "compile ahead", "hand setting", "pair", "parity", "claim", "end"]
+Kind = Literal["baseline", "probe", "trace", "look", "hand setting", "pair", "parity", "claim", "end"]
 EndedBy = Literal["time", "max_trials", "nothing_left"]
 
 LEAST_PAIR_GAIN = 0.003
@@ -138,7 +138,6 @@ class State:
         looks: Untried configurations that can still win, the best score first.
         sharpen: Probes and traces that the first of them waits for.
         sharpened_s: What probes and traces since the last look took.
-        ahead: Compiling the next ones side by side, where the first of them would compile and it saves time.
         hand: The look at the hand setting; None: it was made, or there is no leader to compare with it yet.
         check: The parity check of the leader; None: it passed, or the leader is the plain run.
         pairs: The leader beside each configuration that the bound does not put behind it.
@@ -156,7 +155,6 @@ class State:
     looks: Sequence[Option] = ()
     sharpen: Sequence[Option] = ()
     sharpened_s: float = 0.0
-    ahead: Option | None = None
     hand: Option | None = None
     check: Option | None = None
     pairs: Sequence[Option] = ()
@@ -252,15 +250,13 @@ def _needed_s(option: Option, state: State, claimed: bool) -> float:
 
 
 def _before(look: Option, rest: Sequence[Option], state: State, left_s: float) -> tuple[Option, Sequence[Option]]:
-    """The piece to run first: a probe or trace that the look's prediction waits for, compiling ahead, or the look."""
+    """The piece to run first: a probe or trace that the look's prediction waits for, or the look."""
     later_s = look.cost_s + _needed_s(look, state, True)
     if later_s > left_s:  # there is no room for the claim
         later_s = look.cost_s + _needed_s(look, state, False)
     for option in state.sharpen:
         if state.sharpened_s + option.cost_s <= SPARED_LOOKS * look.cost_s and option.cost_s + later_s <= left_s:
             return option, (look, *rest)
-    if state.ahead is not None and state.ahead.cost_s + later_s <= left_s:
-        return state.ahead, (look, *rest)
     return look, rest
 
 

@@ -539,7 +539,7 @@ class SearchObserver:
         """The clock of the search begins, or goes on where an earlier run ended."""
 
     def on_phase(self, name: str, detail: str = "") -> None:
-        """A phase begins: probe, inspect, trace, space, baseline, compile ahead, hand setting, pair,
+        """A phase begins: probe, inspect, trace, space, baseline, hand setting, pair,
         parity, claim, loader, plan.
         """
 

@@ -15,7 +15,6 @@ from autoplan.planner.records.trust import remember_code
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.claim import is_no_gain
-from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.device_hours import budget_s as budget_of
 from autoplan.planner.search.device_hours import describe_limit, devices_held
 from autoplan.planner.search.inspection import Means, longest_inspection_s
@@ -363,7 +362,7 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
 
 def _find(run: SearchRun, session: Session) -> SearchResult:
     """Piece after piece, as `next_work` names them, and the end that they come to."""
-    ahead, waits_for = CompileAhead(session), ""
+    waits_for = ""
     while True:
         if session.side is not None and session.side.full:
             await_look(session, session.side)
@@ -371,7 +370,7 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
         session.take_in_others()
         if run.ended_elsewhere():
             return answer.finished_elsewhere(run)
-        work = drawn(session, next_work(read_state(session, ahead), session.left_s, session.context.nproc))
+        work = drawn(session, next_work(read_state(session), session.left_s, session.context.nproc))
         if take_turn(session, work):
             continue
         if work.key is not None and not session.store.claim(work.key, alone=work.kind in ALONE):
@@ -382,12 +381,11 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
             break
         session.observer.on_work(work, session.best, session.budget())
         try:
-            do(session, work, ahead)
+            do(session, work)
         except LeaseLostError as lost:
             session.note(f"{lost.flag_message}. The database had not heard of this planner for too long")
         if work.kind != "claim":  # its rounds are one planner's
             session.store.release()
-    ahead.say()
     if not session.plain_is_known:
         needed_s = session.store.spent_s + plain_needs_s(session)
         return answer.budget_ended(run, f"the budget is too small: {work.why}", needed_s=needed_s)

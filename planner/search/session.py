@@ -298,9 +298,6 @@ class Session:
             model.observe(trial)
         for config in self.model.out_of_turn:
             model.set_aside(config)
-        for compiled in (one for group in self.store.compiled_ahead for one in group.compiled):
-            if compiled.compile_s is not None:
-                model.observe_ahead(compiled.config, None)
         self.context, self.model = context, model
         if self.sampler is not None:
             self.sampler.model = model

@@ -34,7 +34,6 @@ from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
     from autoplan.planner.search.candidate_model import CandidateModel
-    from autoplan.planner.search.compile_ahead import CompileAhead
     from autoplan.planner.search.session import Session
 
 MOST_LOOKS = 200
@@ -56,12 +55,11 @@ CHECK_MARGIN = 1.25
 """A check is taken to cost so many times what its parts are predicted to, until one was made here. Assumed."""
 
 
-def read_state(session: Session, ahead: CompileAhead) -> State:
+def read_state(session: Session) -> State:
     """The state now.
 
     Args:
         session: The search.
-        ahead: What could be compiled ahead in it.
     """
     if not session.plain_is_known:
         return State(baseline=_plain_run(session))
@@ -79,7 +77,6 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
         looks=looks,
         sharpen=list(_sharpening(session, looks)) if looks else (),
         sharpened_s=sum(line.seconds for line in takewhile(_is_sharpening, reversed(session.store.ledger))),
-        ahead=ahead.option() if looks and session.side is None else None,  # the parts compile side by side
         hand=None if leader is None else _hand(session, leader),
         check=None if leader is None else _check(session, leader),
         pairs=[] if leader is None else list(_pairs(session, leader)),
@@ -270,21 +267,15 @@ def needs_s(
     return check_s(session, config) + SLOW_MOMENTS * rounds * round_s(session, config, look_s)
 
 
-GAIN_SD = 0.15
-"""Of the logarithms of the gains that searches look at: the prior beside which a look is judged. In the zoo and of
-GPT-2 on CPUs they are mostly 0 to 0.3 (benchmarks/results/anytime.jsonl)."""
-
-
 def believed_gain(session: Session, leader: CandidateRuns) -> float:
-    """The logarithm of the leader's speed-up, less what its looks owe to chance: its posterior mean by GAIN_SD.
+    """The logarithm of the leader's speed-up, by what ranks it: its pairs, or all trials and the cost model.
 
-    Where runs differ by 20 %, a look at 1.6 times the plain run's speed speaks for 1.1.
+    Where runs differ by 20 %, a look at 1.6 times the plain run's speed speaks for little that was not predicted.
     """
     plain = session.baseline
     assert plain is not None and plain.step_time_s is not None
-    seen = max(0.0, math.log(plain.step_time_s.median / leader.look_s))
-    sd, _ = session.run_spread.of_ratio()
-    return seen * GAIN_SD**2 / (GAIN_SD**2 + sd**2)
+    plain_s = session.model.believed_s(plain.config) or plain.step_time_s.median
+    return max(0.0, math.log(plain_s / leader.single_s))
 
 
 def _leading_gain(session: Session) -> float:

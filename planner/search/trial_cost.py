@@ -137,17 +137,6 @@ class TrialCost:
         micro_steps = FIRST_STEP - 1 if trial.pauses else FIRST_STEP  # in slices the second is none of that phase
         return max(seconds - micro_steps * micro_step_s, 0.1 * seconds)
 
-    def observe_ahead(self, config: TrainingConfig, alone_s: float | None) -> None:
-        """Learns from a configuration that was compiled ahead of its trial, beside others.
-
-        Args:
-            config: Its kernels are in the cache now.
-            alone_s: What it would have taken alone with an empty cache; None: not known.
-        """
-        self._compiled.add(what_is_compiled(config))
-        if alone_s is not None:
-            self._cold.setdefault((config.compile, config.compile_mode), []).append(alone_s)
-
     @property
     def fixed_s(self) -> float:
         """Seconds to start, build and end a process that trains."""

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from autoplan.errors import DidNotRunError, NoFeasiblePlanError, WorkloadError
 from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Purpose, Trial
-from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.objective import best_trial, to_beat
 from autoplan.planner.search.references import plain_configs, what_would_fit
@@ -52,20 +51,15 @@ def drawn(session: Session, work: Work) -> Work:
     return replace(work, config=session.sampler.draw(session.left_s - (work.needs_s if with_claim else work.check_s)))
 
 
-def do(session: Session, work: Work, ahead: CompileAhead) -> None:
+def do(session: Session, work: Work) -> None:
     """Does one piece of work; its line in the ledger is written whatever happens.
 
     Args:
         session: The search.
         work: What `next_work` named.
-        ahead: What could be compiled ahead in it.
     """
     with session.entry(work):
-        if work.kind == "compile ahead":
-            session.observer.on_phase("compile ahead", work.why)
-            ahead.run()
-        else:
-            _BY_KIND[work.kind](session, work)
+        _BY_KIND[work.kind](session, work)
 
 
 # The plain run.

@@ -2,7 +2,7 @@
 
 A store has many studies, one folder each, named by the study's identity; `--fresh` renames one to IDENTITY.old-DATE.
 
-FOLDER/record.jsonl   the record: study, budget, trials, attempts, what was compiled ahead, parity checks, the end;
+FOLDER/record.jsonl   the record: study, budget, trials, attempts, parity checks, the end;
                       append-only, and the only copy
        clock.json     seconds spent, between two lines of the record
        lock           the lock;  lock.owner: the process that holds it
@@ -33,7 +33,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from autoplan.errors import StoreBusyError, StoreError
 from autoplan.files import is_special, make_private_folder, refuse_foreign
-from autoplan.planner.records.trials import Attempt, ClaimRounds, CompiledAhead, Parity, Trial, WorkLine
+from autoplan.planner.records.trials import Attempt, ClaimRounds, Parity, Trial, WorkLine
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.journal import RECORD, RecordFile, store_error, write_atomically
 from autoplan.planner.store.locks import OwnedLock
@@ -51,7 +51,6 @@ PLAN_FILE = "plan.json"
 KINDS: Mapping[str, type[Record]] = {
     "trial": Trial,
     "attempt": Attempt,
-    "compiled_ahead": CompiledAhead,
     "work": WorkLine,
     "claim": ClaimRounds,
 }
@@ -220,11 +219,6 @@ class Store:
         return tuple(self._found["attempt"])
 
     @property
-    def compiled_ahead(self) -> tuple[CompiledAhead, ...]:
-        """The configurations that were compiled side by side before their trials, in order."""
-        return tuple(self._found["compiled_ahead"])
-
-    @property
     def ledger(self) -> tuple[WorkLine, ...]:
         """The pieces of work that were done, in order: where the time went."""
         return tuple(self._found["work"])
@@ -303,9 +297,9 @@ class Store:
 
     # What is added.
 
-    def add(self, record: Trial | Attempt | CompiledAhead | WorkLine | ClaimRounds) -> None:
-        """Puts a record on disk: a finished trial, a run that does not count, what was compiled ahead, a line of the
-        ledger, or how many rounds a claim has, before the first.
+    def add(self, record: Trial | Attempt | WorkLine | ClaimRounds) -> None:
+        """Puts a record on disk: a finished trial, a run that does not count, a line of the ledger, or how many rounds a
+        claim has, before the first.
         """
         kind = next(kind for kind, of in KINDS.items() if isinstance(record, of))
         self._append({"kind": kind, kind: record.model_dump(mode="json", exclude={"resumed"})})
@@ -402,7 +396,7 @@ class Store:
             case "parity":
                 parity = Parity.model_validate(document["parity"])
                 self._parities[TrainingConfig.model_validate(document["config"])] = parity
-            case "attempt" | "compiled_ahead" | "work" | "claim" as kind:
+            case "attempt" | "work" | "claim" as kind:
                 self._found[kind].append(KINDS[kind].model_validate(document[kind]))
             case "plan":
                 write_atomically(self.folder / PLAN_FILE, TypeAdapter(str).validate_python(document["text"]))

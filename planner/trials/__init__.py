@@ -4,7 +4,7 @@ In the order of the data:
 
 - runner.py: starts a trial and makes the Trial record of what came back (runs in the planner);
 - request.py: what a trial is asked and what its ranks answer;
-- worker.py: a trial as its ranks run it; a configuration that is compiled ahead of its trial;
+- worker.py: a trial as its ranks run it;
 - ranks.py: a rank's device and process group; the slowest rank's times for all ranks;
 - batches.py: the batches of a trial, and how many tokens it counts in them;
 - step_timer.py: times the steps, whole or in parts;

@@ -141,25 +141,6 @@ class TrialRequest(Record):
     seed: int = 0
 
 
-class CompileRequest(Record):
-    """One configuration to compile ahead of its trial; nothing is measured."""
-
-    spec: WorkloadSpec
-    config: TrainingConfig
-    device: Literal["cuda", "cpu"]
-    memory_limit_bytes: int | None = Field(default=None, description="device memory it may take (CUDA)")
-
-
-class CompileAnswer(Record):
-    """The time that compiling ahead took, and its hits and misses in the compile cache."""
-
-    compile_s: float = Field(description="the first micro-step: forward and backward compiled, and run once")
-    own_cpu_s: float = Field(description="CPU time of the process itself meanwhile: tracing and lowering")
-    children_cpu_s: float = Field(description="CPU time of the compilers that it started and waited for")
-    hits: int
-    misses: int
-
-
 class TrialAnswer(Record):
     """The measurements of one rank. All its times are those of the slowest rank."""
 

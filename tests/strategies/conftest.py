@@ -15,7 +15,7 @@ def graphs_alone(monkeypatch):
     """Modules are compiled to their graphs, forward and backward, and no code is generated for these.
 
     That takes a tenth of the time, and what a test says of graphs needs no more. With the code generator the parity
-    contract (tests/contracts) and the compiled trials of tests/planner/search/test_compile_ahead_live.py train.
+    contract (tests/contracts) trains.
     """
     compile_whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **given: compile_whole(*args, backend="aot_eager", **given))

@@ -177,14 +177,6 @@ def test_a_probe_is_for_looks_alone():
     assert next_work(state, 1000.0).kind == "pair"
 
 
-def test_the_next_ones_are_compiled_ahead_of_the_first_look_at_them_and_after_the_probe():
-    state = State(looks=[look()], sharpen=[option("probe")], ahead=option("compile ahead", 30.0))
-    assert next_work(state, 1000.0).kind == "probe"
-    known = replace(state, sharpen=())
-    assert next_work(known, 1000.0).kind == "compile ahead"
-    assert next_work(known, 39.9).kind == "look", "the look would not fit after it"
-
-
 # Proving.
 
 
@@ -305,7 +297,6 @@ def drawn(draw: random.Random) -> State:
     return State(
         looks=looks,
         sharpen=[some(kind) for kind in ("probe", "trace") if looks and draw.random() < 0.5],
-        ahead=maybe("compile ahead") if looks else None,
         hand=maybe("hand setting"),
         check=check,
         pairs=[some("pair") for _ in range(draw.randrange(3))],
@@ -325,8 +316,6 @@ def without(state: State, work: Work) -> State:
             return replace(state, looks=[one for one in state.looks if one is not same[0]])
         case "probe" | "trace":
             return replace(state, sharpen=[one for one in state.sharpen if one.kind != work.kind])
-        case "compile ahead":
-            return replace(state, ahead=None)
         case "hand setting":
             return replace(state, hand=None)
         case "pair":
@@ -350,7 +339,7 @@ def test_in_any_state_the_leader_keeps_what_it_needs_and_the_search_ends():
             if work.kind == "claim":
                 assert (TRIED_SHARE if state.claim_began else 1.0) * work.cost_s <= left_s
             elif work.kind != "parity":
-                before_look = work.kind in ("probe", "trace", "compile ahead")
+                before_look = work.kind in ("probe", "trace")
                 after_s = left_s - work.cost_s
                 assert after_s >= (0.0 if before_look else work.check_s), "it could not be checked if it leads"
                 assert after_s >= (0.0 if state.check is None else state.check.cost_s), "the leader's check was spent"
@@ -365,4 +354,4 @@ def test_in_any_state_the_leader_keeps_what_it_needs_and_the_search_ends():
         cheap = [one for one in state.looks if one.cost_s + max(one.needs_s, state.leader_needs_s) <= left_s]
         open_to = not (state.claim_began or state.out_of_looks)
         assert not open_to or not [one for one in cheap if one.devices <= devices], "it ended with time for a look"
-    assert kinds >= {"look", "probe", "trace", "compile ahead", "hand setting", "pair", "parity", "claim", "end"}
+    assert kinds >= {"look", "probe", "trace", "hand setting", "pair", "parity", "claim", "end"}
