@@ -298,8 +298,8 @@ class Store:
     # What is added.
 
     def add(self, record: Trial | Attempt | WorkLine | ClaimRounds) -> None:
-        """Puts a record on disk: a finished trial, a run that does not count, a line of the ledger, or how many rounds a
-        claim has, before the first.
+        """Puts a record on disk: a finished trial, a run that does not count, a line of the ledger, or how many
+        rounds a claim has, before the first.
         """
         kind = next(kind for kind, of in KINDS.items() if isinstance(record, of))
         self._append({"kind": kind, kind: record.model_dump(mode="json", exclude={"resumed"})})
