@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import shutil
 from collections.abc import Callable
@@ -121,8 +120,10 @@ def _diagnose(
 
 def software() -> list[Row]:
     """Packages and compilers: what, the version or `missing`, and what it is for."""
-    rows: list[Row] = [(name, _version(name), "every search") for name in NEEDED]
-    rows += [(name, _version(name), what) for name, what in FEATURES.items()]
+    from autoplan.planner.plan.key_tables import installed_version
+
+    rows: list[Row] = [(name, installed_version(name) or "missing", "every search") for name in NEEDED]
+    rows += [(name, installed_version(name) or "missing", what) for name, what in FEATURES.items()]
     for what, variable, names in (
         ("C++ compiler", "CXX", ("g++", "clang++")),
         ("C compiler", "CC", ("gcc", "clang")),
@@ -153,13 +154,6 @@ def folders() -> list[Row]:
         platformdirs.user_log_dir("autoplan"): "tracebacks of autoplan's own bugs; may be deleted",
     }
     return [(place, _size(Path(place)), what) for place, what in places.items()]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
 
 
 def _size(folder: Path) -> str:

@@ -57,7 +57,6 @@ class Zygote:
             must not run tensor operations while they are imported. One that initialises CUDA is left out with those
             after it, and listed too: each rank then imports it by itself.
         env: Added to the planner's environment, for the zygote and so for every rank.
-        quiet: Keep what the zygote itself prints (warnings of the imports) off the planner's stderr.
     """
 
     def __init__(
@@ -65,11 +64,9 @@ class Zygote:
         *,
         preload: Sequence[str] = ("torch", "transformers"),
         env: Mapping[str, str] | None = None,
-        quiet: bool = True,
     ) -> None:
         self._preload = list(preload)
         self._env = dict(env or {})
-        self._quiet = quiet
         self._process: subprocess.Popen[bytes] | None = None  # the guard, which ends when the zygote has
         self._pid: int | None = None
         self._connection: socket.socket | None = None
@@ -80,8 +77,6 @@ class Zygote:
         self.layout = ""
         """NODESxRANKS where its tasks run on several nodes (nodes.py)."""
         self.preload_errors: dict[str, str] = {}
-        self.threads = 0
-        """Threads of the zygote after its imports; idle ones of numpy's BLAS end themselves at a fork."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -127,7 +122,6 @@ class Zygote:
             del self._preload[self._preload.index(initializer) :]
             ready = self._begin(began_at)
         self._pid, self.preload_errors = ready["pid"], ready["preload_errors"] | left_out
-        self.threads = ready["threads"]
 
     def load(self, modules: Sequence[str]) -> None:
         """Has further modules imported before the next task: what the tasks before had no use for.
@@ -152,7 +146,6 @@ class Zygote:
             self._discard()
             raise
         self.preload_errors |= ready["preload_errors"]
-        self.threads = ready["threads"]
         if ready["cuda_initializer"] is not None:  # `start` finds out again which it is
             self._discard()
 
@@ -318,8 +311,8 @@ class Zygote:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
-                stdout=self._output if self._quiet else 2,  # never the planner's stdout, which carries data
-                stderr=self._output if self._quiet else 2,
+                stdout=self._output,
+                stderr=self._output,
                 env=environment,
                 pass_fds=[fd],
                 start_new_session=True,  # Ctrl-C is the planner's to handle
@@ -397,7 +390,6 @@ def _make_request(task: Task, directory: Path, requested_at: float) -> Request:
         memory_limit_bytes=task.memory_limit_bytes,
         env=dict(task.env),
         independent=task.independent,
-        all_or_none=task.all_or_none,
         placement=task.placement,
         requested_at=requested_at,
         cwd=os.getcwd(),

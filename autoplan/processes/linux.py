@@ -55,10 +55,10 @@ def die_with_parent(parent_pid: int) -> bool:
     return os.getppid() == parent_pid
 
 
-def raise_oom_score(adjustment: int = 900) -> None:
+def raise_oom_score() -> None:
     """Makes the kernel's OOM killer take this process before the planner (range -1000 to 1000)."""
     try:
-        Path("/proc/self/oom_score_adj").write_text(str(adjustment))
+        Path("/proc/self/oom_score_adj").write_text("900")
     except OSError:
         pass  # a sandbox without the file: the polled limit still applies
 

@@ -199,7 +199,7 @@ class Nodes(Zygote):
             DeviceError: a node is of another kind, or has another version.
             UsageError: an argument of the task cannot travel, or there are more ranks than all nodes have.
         """
-        fits = task.ranks <= self._per_node or task.independent  # on one node
+        fits = task.ranks <= self._per_node  # on one node
         if fits and self._own:
             self._take_in()
             return super().run(task, on_progress=on_progress)
@@ -322,7 +322,7 @@ class Nodes(Zygote):
         on_progress: Callable[[Progress], None] | None,
     ) -> ProcessReport:
         assert task.directory is not None
-        per_node = max(task.ranks, self._per_node) if task.independent else self._per_node
+        per_node = self._per_node
         lead = None if self._own else agents[0]
         address, port = ("", 0) if task.ranks <= per_node else self._meeting_place(lead)
         place: dict[str, Any] = {"world_size": task.ranks, "master_addr": address, "master_port": port}
@@ -333,7 +333,6 @@ class Nodes(Zygote):
             "total_deadline_s": task.total_deadline_s,
             "memory_limit_bytes": task.memory_limit_bytes,
             "env": dict(task.env),
-            "independent": task.independent,
         }
         watch = _Watch(agents, on_progress)
         task.directory.mkdir(parents=True, exist_ok=True)

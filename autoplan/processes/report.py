@@ -22,7 +22,7 @@ class Ended(StrEnum):
     """How a task ended."""
 
     FINISHED = "finished"
-    """Every rank exited with status 0; independent ones (`Task.independent`) may have ended in any way."""
+    """Every rank exited with status 0."""
     RANK_FAILED = "rank_failed"
     """A rank raised, exited with another status or was killed by a signal that the supervisor did not send."""
     DEADLINE = "deadline"
@@ -120,7 +120,7 @@ class ProcessReport(Record):
         return tuple(rank.result for rank in self.ranks)
 
     def check(self) -> ProcessReport:
-        """This report, if the task finished; of independent processes each one's end is to be looked at.
+        """This report, if the task finished.
 
         Raises:
             TaskFailedError: It did not; the text is `describe()`.

@@ -46,7 +46,6 @@ class RankState:
     pidfd: int | None
     forked_at: float
     heartbeat_stamp: tuple[int, int] = (0, 0)
-    started_at: float | None = None
     phases: list[tuple[str, float]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
@@ -243,13 +242,13 @@ class Supervisor:
         beat = read_json(path)
         if beat is not None:
             state.heartbeat_stamp = stamp
-            state.started_at, state.facts = beat["started_at"], beat["facts"]
+            state.facts = beat["facts"]
             state.phases = [(name, at) for name, at in beat["phases"]]
             self._progress_at = 0.0
 
     def _failure(self) -> Verdict | None:
         failed = [state for state in self._ranks if state.failed]
-        if not failed or (self._request.independent and not self._request.all_or_none):
+        if not failed:
             return None
         return Verdict(ended=Ended.RANK_FAILED, failed_rank=min(failed, key=self._failed_at).rank)
 

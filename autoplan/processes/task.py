@@ -55,10 +55,7 @@ class Task:
     environment is the planner's when the zygote was started."""
     independent: bool = False
     """The ranks have nothing to do with each other: each is a plain single process (`world_size` 1, its number is
-    `context.rank`), and one that fails ends none of the others. Such a task has FINISHED once all of them have ended,
-    however they did; a deadline, the memory limit or a cancellation still ends all that run."""
-    all_or_none: bool = False
-    """Of independent ranks: one that fails ends the others, as it does where they train together."""
+    `context.rank`). One that fails ends the others, as it does where they train together."""
     placement: Placement | None = None
     """These ranks are a part of a world over several nodes; None: they are all there are."""
 
@@ -80,7 +77,6 @@ class Request(Record):
     memory_limit_bytes: int | None
     env: dict[str, str]
     independent: bool
-    all_or_none: bool = False
     placement: Placement | None = None
     requested_at: float
     cwd: str

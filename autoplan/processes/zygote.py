@@ -85,7 +85,6 @@ class ZygoteServer:
             "kind": "ready",
             "pid": os.getpid(),
             "preload_errors": preload_errors,
-            "threads": len(os.listdir("/proc/self/task")),
             "cuda_initializer": cuda_initializer,
         }
         send_frame(self._connection, ready)

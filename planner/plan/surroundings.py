@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from autoplan.planner.plan.current import variables_for
+from autoplan.planner.plan.key_tables import installed_version
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.plan import Environment
 from autoplan.probes.profile import HardwareProfile
@@ -47,23 +47,16 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """The installed versions and the environment variables that change how training runs."""
     source = os.environ if variables is None else variables
     return Environment(
-        autoplan=_version("autoplan") or "source",
-        torch=_version("torch") or "not installed",
+        autoplan=installed_version("autoplan") or "source",
+        torch=installed_version("torch") or "not installed",
         python=platform.python_version(),
-        transformers=_version("transformers"),
-        liger_kernel=_version("liger-kernel"),
-        triton=_version("triton"),
-        torchao=_version("torchao"),
+        transformers=installed_version("transformers"),
+        liger_kernel=installed_version("liger-kernel"),
+        triton=installed_version("triton"),
+        torchao=installed_version("torchao"),
         platform=platform.platform(),
         variables={name: source[name] for name in sorted(SHOWN_VARIABLES) if name in source},
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 class Difference(Record):

@@ -42,6 +42,10 @@ LEAST_LEAD = 0.01
 
 OPTIMISM_Z = 1.645
 
+FEWEST_LOOKS = 3
+"""Before so many looks no candidate is taken to be unable to win: one look in a slow moment has moved all predictions
+so far that a search of 60 s ended after 22."""
+
 MOST_LOOKS = 2
 """So often is a configuration looked at, if other work disturbed the looks before."""
 
@@ -62,6 +66,7 @@ class Assessment:
         cost_s: Expected seconds of a trial.
         wanted: What the next trial should lower: the posterior, unless something other than throughput is looked for.
         best: The best of it that was measured, as a logarithm; None: nothing was.
+        early: There were fewer than FEWEST_LOOKS looks.
     """
 
     posterior: Posterior
@@ -69,6 +74,7 @@ class Assessment:
     cost_s: Array
     wanted: Posterior
     best: float | None
+    early: bool = False
 
 
 class CandidateModel:
@@ -149,6 +155,7 @@ class CandidateModel:
                 cost_s=cost,
                 wanted=posterior,
                 best=None if best is None or best.step_time_s is None else math.log(best.step_time_s.median),
+                early=sum(trial.purpose == "search" for trial in self.trials) < FEWEST_LOOKS,
             )
             self._assessment = self._as_wanted(self._assessment)
         return self._assessment
@@ -269,7 +276,8 @@ def prospects(now: Assessment) -> tuple[Array, NDArray[np.bool_]]:
     gain = expected_improvement(posterior, best)
     optimistic = posterior.log_time - OPTIMISM_Z * posterior.log_time_sd
     can_win = (optimistic < best - LEAST_LEAD) & (chance > LEAST_CHANCE) & (gain > LEAST_GAIN)
-    return gain, now.untried & can_win
+    hopeful = now.untried & can_win
+    return gain, now.untried & (chance > LEAST_CHANCE) if now.early and not hopeful.any() else hopeful
 
 
 def ordered(now: Assessment, gain: Array, wanted: NDArray[np.bool_]) -> list[int]:

@@ -142,8 +142,6 @@ def view(
         posterior: Of their step times and peaks.
         trials: Good ones that may be the plan.
     """
-    if not trials:
-        return posterior, None
     times = [math.log(trial.step_time_s.median) for trial in trials if trial.step_time_s is not None]
     if objective.name == "cost":
         factors = np.log([devices_of(objective, config) for config in configs])
@@ -153,8 +151,6 @@ def view(
             if trial.step_time_s is not None
         )
         return replace(posterior, log_time=posterior.log_time + factors), best
-    if objective.name == "throughput" or posterior.log_memory is None or posterior.log_memory_sd is None:
-        return posterior, min(times)
     limit = min(times) - math.log(objective.floor)
     reaches = normal_cdf((limit - posterior.log_time) / posterior.log_time_sd)
     seen = [

@@ -31,6 +31,7 @@ from autoplan.planner.search.options import (
 )
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, make_plan
 from autoplan.planner.search.preload import preload_for
+from autoplan.planner.search.selection import without_void
 from autoplan.planner.search.session import BudgetOver, Session, make_model
 from autoplan.planner.search.setup import SearchContext, Target, begin_search, find_target, prepare_search, trace_more
 from autoplan.planner.search.side_by_side import SideBySide
@@ -344,8 +345,9 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
         runner=runner,
         devices=run.devices,
     )
+    counted = without_void(store.trials)
     for trial in store.trials:
-        if not trial.is_repeat:
+        if not trial.is_repeat and trial in counted:
             model.observe(trial)
         run.observer.on_trial_finished(trial, session.best, session.budget())
     if options.nodes is not None:

@@ -117,7 +117,7 @@ def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
     A configuration of which a further run failed is left out: it failed once in a fresh process, so it may fail again.
     A pair of which a run was disturbed is void; under a load that lasts all are, and they count.
     """
-    trials = tuple(trials)
+    trials = without_void(trials)
     disturbed = {trial.round for trial in trials if trial.purpose == "finalist" and trial.disturbed}
     void = set() if has_lasting_load(trials) else disturbed
     firsts: dict[TrainingConfig, Trial] = {}
@@ -146,6 +146,21 @@ def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
         if config not in failed
     ]
     return sorted(candidates, key=lambda candidate: (candidate.step_time.median, candidate.first.number))
+
+
+def without_void(trials: Iterable[Trial]) -> tuple[Trial, ...]:
+    """The trials without the plain runs that other work disturbed grossly: measured again, one took half the time."""
+    trials = tuple(trials)
+    plain = [trial for trial in trials if trial.purpose == "baseline" and trial.step_time_s is not None]
+
+    def is_void(trial: Trial) -> bool:
+        step, same = trial.step_time_s, [other for other in plain if other.config == trial.config]
+        if trial.disturbed is None or step is None:
+            return False
+        return any(2 * other.step_time_s.median < step.median for other in same if other.step_time_s is not None)
+
+    void = [trial for trial in plain if is_void(trial)]
+    return tuple(trial for trial in trials if trial not in void) if void else trials
 
 
 def has_lasting_load(trials: Sequence[Trial]) -> bool:

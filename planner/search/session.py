@@ -29,7 +29,13 @@ from autoplan.planner.search.next_work import EndedBy, Work
 from autoplan.planner.search.objective import best_trial, contenders
 from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
-from autoplan.planner.search.selection import CandidateRuns, collect_runs, has_lasting_load, measured_spread
+from autoplan.planner.search.selection import (
+    CandidateRuns,
+    collect_runs,
+    has_lasting_load,
+    measured_spread,
+    without_void,
+)
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.side_by_side import SideBySide
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, ModelCost, TrialCost
@@ -182,8 +188,8 @@ class Session:
     @property
     def baseline(self) -> Trial | None:
         """The plain run, if it was measured."""
-        good = (t for t in self.store.trials if t.purpose == "baseline" and t.outcome is Outcome.OK)
-        return next(good, None)
+        good = [t for t in self.store.trials if t.purpose == "baseline" and t.outcome is Outcome.OK]
+        return next(iter(without_void(good)), None)
 
     @property
     def plain_is_known(self) -> bool:
@@ -294,7 +300,7 @@ class Session:
     def take_context(self, context: SearchContext) -> None:
         """Goes on with a context that knows more: the candidates are predicted anew, and all trials taken in again."""
         model = make_model(self.options, context, self.store, self.budget_s)
-        for trial in self.model.trials:
+        for trial in without_void(self.model.trials):
             model.observe(trial)
         for config in self.model.out_of_turn:
             model.set_aside(config)

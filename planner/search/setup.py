@@ -120,6 +120,10 @@ class SearchContext:
             memory_limit_bytes=self.memory_limit_bytes,
         )
 
+    def anew(self) -> SearchContext:
+        """The same, with a cost model that has learnt nothing."""
+        return replace(self)
+
     def variants(self, *configs: TrainingConfig) -> tuple[VariantKey, ...]:
         """The variants that the predictions of these configurations read, the plain one first."""
         return _variants(self.facts, configs)

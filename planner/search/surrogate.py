@@ -56,8 +56,8 @@ class Posterior:
     log_time_sd: Array
     fits: Array
     works: Array
-    log_memory: Array | None = None
-    log_memory_sd: Array | None = None
+    log_memory: Array
+    log_memory_sd: Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -187,7 +187,6 @@ class Database:
         self._url = url
         self._errors = (psycopg.OperationalError, psycopg.InterfaceError)
         self._connection: psycopg.Connection[Any] | None = None
-        self._closed = False
         self._gave_up: StoreError | None = None
         try:
             self._connect()

@@ -89,12 +89,11 @@ def study_identity(
         "bounds": {knob: allowed.describe() for knob, allowed in sorted(bound.items())},
         "nproc": nproc,
         "memory_limit_bytes": memory_limit_bytes,
+        "objective": None if objective is None else dict(objective),
+        "nodes": nodes,
+        "side_by_side": side_by_side,
+        "numerics": numerics,
     }
-    parts |= {"objective": dict(objective)} if objective else {}  # searches without one had no such key
-    parts |= {"nodes": nodes} if nodes else {}
-    parts |= {"side_by_side": side_by_side} if side_by_side > 1 else {}
-    if numerics != "kept":  # earlier studies have no such key
-        parts["numerics"] = numerics
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

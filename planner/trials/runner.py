@@ -294,7 +294,6 @@ class TrialRunner:
             args=(requests, _slice_weights(known) or (1.0,) * len(requests)),
             ranks=len(requests) + 1,
             independent=True,
-            all_or_none=True,
             directory=self._folder(orders[0]),
             deadlines_s=self.phase_deadlines_s,
             total_deadline_s=sum(order.deadline_s for order in orders),

@@ -171,8 +171,6 @@ def digests_of(workload: Workload) -> tuple[dict[str, str], tuple[str, ...]]:
         part = _PARTS.get(field.name, "settings")
         if field.name in ("notes", "taken_from"):
             continue  # sentences, and where it came from
-        if field.name in ("tokens", "knobs") and getattr(workload, field.name) is None:
-            continue  # the notes are sentences; and so that identities of earlier versions stay
         describer = describers.setdefault(part, Describer(local_sources, files_imported_in, stamps=part == "data"))
         parts.setdefault(part, []).append([field.name, describer.describe(getattr(workload, field.name))])
     parts["weights"] += [describer.weights for describer in describers.values() if describer.weights]

@@ -234,6 +234,7 @@ def context_of(world: World) -> Any:
         profile=estimator.profile,
         rough=lambda config: False,
         variants=lambda *configs: (),
+        anew=lambda: context_of(world),
     )
 
 

@@ -214,6 +214,9 @@ class WithBaseline:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
+    def predict(self, config: TrainingConfig) -> None:
+        """Nothing disturbs a run here: what was expected is not asked for."""
+
     def hard_deadline_s(self, needs_s: float) -> float:
         return self.left_s - needs_s
 

@@ -154,6 +154,26 @@ def test_where_no_rung_runs_the_search_ends_there_and_says_what_would_fit(search
     assert searches.search(world).result.from_record
 
 
+@pytest.mark.parametrize("disturbed", [LOAD, None])
+def test_a_plain_run_that_a_stall_slowed_down_is_measured_again(searches: Searches, disturbed: str | None):
+    """Else nothing fits into the budget any more, and the search ends with what it has."""
+
+    def stalled(order: TrialOrder, before: int) -> dict[str, Any] | None:
+        return {"slower": 30.0, "disturbed": disturbed} if order.purpose == "baseline" and not before else None
+
+    world = World(fate=stalled)
+    found = searches.search(world)
+    assert world.purposes().count("baseline") == (2 if disturbed else 1)
+    if not disturbed:
+        return  # it is as slow as that, by all that is known
+    plan = plan_of(found)
+    assert plan.baseline.number == 1 and plan.config == BEST and plan.claim is not None and plan.claim.claimed
+    assert found.session.model.trials[0].number == 1, "nothing is learnt from the first"
+    assert any("it ran once more" in note for note in plan.notes)
+    again = searches.search(world, budget=240.0)
+    assert again.session.baseline is not None and again.session.baseline.number == 1
+
+
 def test_one_round_of_a_claim_is_no_claim(searches: Searches):
     """The second would have come after the budget's end."""
     late = {"outcome": Outcome.TIMEOUT, "reason": "late", "budget_ended": True}

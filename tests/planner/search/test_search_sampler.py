@@ -216,7 +216,12 @@ def test_failures_make_neighbours_less_likely_but_not_impossible():
 
 def test_expected_improvement_needs_a_chance_to_win():
     belief = Posterior(
-        log_time=np.array([-1.0, 0.0, 1.0]), log_time_sd=np.full(3, 0.01), fits=np.ones(3), works=np.array([0.5, 1, 1])
+        log_time=np.array([-1.0, 0.0, 1.0]),
+        log_time_sd=np.full(3, 0.01),
+        fits=np.ones(3),
+        works=np.array([0.5, 1, 1]),
+        log_memory=np.zeros(3),
+        log_memory_sd=np.ones(3),
     )
     gain = expected_improvement(belief, 0.5)
     assert gain == pytest.approx([0.75, 0.5, 0.0], abs=1e-6)

@@ -402,15 +402,3 @@ def test_identity_changes_with_what_changes_the_search(tmp_path: Path):
     ]
     assert len(set(variants)) == len(variants)
     assert identity() == identity()
-
-
-def test_identities_are_those_of_the_first_stores():
-    """Stores of earlier versions open by these: what is hashed, and under which names, never changes."""
-    spec = WorkloadSpec(
-        kind="model", reference="tiny", name="tiny", sequence_length=8, global_batch=4, identity="0" * 16
-    )
-    bound = {"micro_batch": Bound(low=1, high=2), "precision": Bound(values=("fp32", "bf16"))}
-    given = study_identity(
-        spec, "hw", device="cpu", fix={"tp": 1, "compile": "off"}, bound=bound, nproc=2, memory_limit_bytes=1 << 30
-    )
-    assert given == "07ee12e42f32165c"
