@@ -263,6 +263,9 @@ class ReplaySession(Session):
         """A table without the plain run needs none."""
         return super().plain_is_known or not self.context.space.values["micro_batch"]
 
+    def forget_void(self) -> None:
+        """What a table holds is no stall of now."""
+
     @property
     def _has_hand_setting(self) -> bool:
         return hand_setting(self) in self.model.legal

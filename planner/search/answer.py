@@ -21,7 +21,7 @@ from autoplan.planner.search.objective import best_trial
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, UNCHECKED, make_plan
 from autoplan.planner.search.references import what_would_fit
-from autoplan.planner.search.selection import is_late
+from autoplan.planner.search.selection import is_late, without_void
 from autoplan.planner.search.session import Session, budget_of
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.space.prune import HOST_LIMIT
@@ -89,7 +89,9 @@ class SearchRun:
         }
         return SearchResult(
             status=status,
-            baseline=next((t for t in trials if t.purpose == "baseline" and t.outcome.value == "ok"), None),
+            baseline=next(
+                (t for t in without_void(trials) if t.purpose == "baseline" and t.outcome.value == "ok"), None
+            ),
             best=best,
             trials=trials,
             ledger=self.store.ledger,

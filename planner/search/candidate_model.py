@@ -44,7 +44,7 @@ OPTIMISM_Z = 1.645
 
 FEWEST_LOOKS = 3
 """Before so many looks no candidate is taken to be unable to win: one look in a slow moment has moved all predictions
-so far that a search of 60 s ended after 22."""
+so far that a search with 60 s ended after 22 s."""
 
 MOST_LOOKS = 2
 """So often is a configuration looked at, if other work disturbed the looks before."""
@@ -213,8 +213,8 @@ class CandidateModel:
         Only those that can win, and whose trial fits in the time left.
         """
         now = self.assess()
-        gain, hopeful = prospects(now)
-        return [self.candidates[index] for index in ordered(now, gain, hopeful & (now.cost_s <= time_left_s))]
+        gain, wanted = next_looks(now)
+        return [self.candidates[index] for index in ordered(now, gain, wanted & (now.cost_s <= time_left_s))]
 
     def gain_of(self, config: TrainingConfig) -> float:
         """The expected improvement by one candidate; 0 for what is none, or was tried."""
@@ -276,8 +276,15 @@ def prospects(now: Assessment) -> tuple[Array, NDArray[np.bool_]]:
     gain = expected_improvement(posterior, best)
     optimistic = posterior.log_time - OPTIMISM_Z * posterior.log_time_sd
     can_win = (optimistic < best - LEAST_LEAD) & (chance > LEAST_CHANCE) & (gain > LEAST_GAIN)
-    hopeful = now.untried & can_win
-    return gain, now.untried & (chance > LEAST_CHANCE) if now.early and not hopeful.any() else hopeful
+    return gain, now.untried & can_win
+
+
+def next_looks(now: Assessment) -> tuple[Array, NDArray[np.bool_]]:
+    """The same; before FEWEST_LOOKS looks, where none can win, all that may run."""
+    gain, hopeful = prospects(now)
+    if now.early and not hopeful.any():
+        return gain, now.untried & (now.wanted.fits * now.wanted.works > LEAST_CHANCE)
+    return gain, hopeful
 
 
 def ordered(now: Assessment, gain: Array, wanted: NDArray[np.bool_]) -> list[int]:

@@ -345,10 +345,10 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
         runner=runner,
         devices=run.devices,
     )
-    counted = without_void(store.trials)
-    for trial in store.trials:
-        if not trial.is_repeat and trial in counted:
+    for trial in without_void(store.trials):
+        if not trial.is_repeat:
             model.observe(trial)
+    for trial in store.trials:
         run.observer.on_trial_finished(trial, session.best, session.budget())
     if options.nodes is not None:
         nodes, ranks = options.layout

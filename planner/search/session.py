@@ -308,6 +308,12 @@ class Session:
         if self.sampler is not None:
             self.sampler.model = model
 
+    def forget_void(self) -> None:
+        """Learns nothing from a plain run that a second one has shown to be wrong."""
+        counted = {trial.number for trial in without_void(self.store.trials)}
+        if any(trial.number not in counted for trial in self.model.trials):
+            self.take_context(self.context.anew())
+
     def predict(self, config: TrainingConfig) -> Prediction:
         """The cost model's prediction, as it is calibrated now."""
         return self.context.estimator.estimate([config])[0]
@@ -337,6 +343,7 @@ class Session:
             if not trial.is_repeat:
                 self.model.observe(trial)
             self.observer.on_trial_finished(trial, self.best, self.budget())
+        self.forget_void()
         others, now_s = self.store.others(), self.store.spent_s
         self._others_since = {key: self._others_since.get(key, now_s) for key in others}
         self.set_taken(others)
@@ -543,7 +550,7 @@ def budget_of(options: SearchOptions, store: Store, budget_s: float) -> BudgetSt
     return BudgetState(
         budget_s=budget_s,
         spent_s=store.spent_s,
-        trials_done=sum(not trial.is_repeat for trial in store.trials),
+        trials_done=sum(not trial.is_repeat for trial in without_void(store.trials)),
         max_trials=options.max_trials,
     )
 

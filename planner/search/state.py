@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autoplan.planner.records.trials import WorkLine
-from autoplan.planner.search.candidate_model import ordered, prospects
+from autoplan.planner.search.candidate_model import next_looks, ordered
 from autoplan.planner.search.claim import LEAST_ROUNDS, claim_progress, rounds_kept, rounds_needed
 from autoplan.planner.search.next_work import (
     HAND_GAIN,
@@ -127,8 +127,8 @@ def looks_of(
             and of it the parity check.
     """
     now = model.assess()
-    gain, hopeful = prospects(now)
-    for index in ordered(now, gain, hopeful & (now.cost_s <= left_s))[:MOST_LOOKS]:
+    gain, wanted = next_looks(now)
+    for index in ordered(now, gain, wanted & (now.cost_s <= left_s))[:MOST_LOOKS]:
         config = model.candidates[index]
         needed_s, checked_s = needs_s(config, float(now.cost_s[index]))
         yield Option(
@@ -269,9 +269,8 @@ def needs_s(
 
 GAIN_SD = 0.15
 """Of the logarithms of the gains that searches look at: the prior beside which the leader's is judged. In the zoo and
-of GPT-2 on CPUs they are mostly 0 to 0.3 (benchmarks/results/anytime.jsonl). Without it (the surrogate's belief alone,
-which knows no such thing) claims had two rounds where three or four show the gain: 6 of 24 gains of the zoo in place of
-13."""
+of GPT-2 on CPUs they are mostly 0 to 0.3 (benchmarks/results/anytime.jsonl). Without it claims had two rounds where
+three or four show the gain: 7 of 23 searches of the zoo showed one, with it 19 of the same."""
 
 
 def believed_gain(session: Session, leader: CandidateRuns) -> float:
@@ -281,7 +280,8 @@ def believed_gain(session: Session, leader: CandidateRuns) -> float:
     """
     plain = session.baseline
     assert plain is not None and plain.step_time_s is not None
-    seen = max(0.0, math.log(plain.step_time_s.median / leader.single_s))
+    leader_s = leader.look_s if leader.believed_s is None else leader.single_s
+    seen = max(0.0, math.log(plain.step_time_s.median / leader_s))
     sd, _ = session.run_spread.of_ratio()
     return seen * GAIN_SD**2 / (GAIN_SD**2 + sd**2)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ def test_the_next_trial_lowers_what_is_looked_for():
     assert CandidateModel(candidates, objective=MEMORY).ranking()
 
 
-def test_a_turn_for_speed_in_which_nothing_can_win_goes_to_memory():
+@pytest.mark.parametrize("early", [False, True])
+def test_a_turn_for_speed_in_which_nothing_can_win_goes_to_memory(early: bool):
     """Far slower, but known so badly that some improvement is expected: too little chance to be worth a trial."""
     candidates = [TrainingConfig(micro_batch=size) for size in (16, 8)]
     model = CandidateModel(candidates, objective=Objective(name="memory", min_throughput=0.3))
@@ -114,6 +116,7 @@ def test_a_turn_for_speed_in_which_nothing_can_win_goes_to_memory():
     untried = np.array([False, True])
     known = Assessment(posterior=belief, untried=untried, cost_s=np.ones(2), wanted=belief, best=0.0)
     assert expected_improvement(belief, 0.0)[1] > LEAST_GAIN and not prospects(known)[1].any()
+    known = replace(known, early=early)
     turn = model._as_wanted(known)
     assert turn.wanted is not belief and prospects(turn)[1].tolist() == [False, True]
 

@@ -15,6 +15,7 @@ from autoplan.cli.search_result import next_step
 from autoplan.planner.records.trials import Outcome
 from autoplan.planner.search import state as search_state
 from autoplan.planner.search import work as search_work
+from autoplan.planner.search.candidate_model import FEWEST_LOOKS
 from autoplan.planner.search.claim import LEAST_ROUNDS
 from autoplan.planner.search.objective import DROP_LEVEL, drop_level
 from autoplan.planner.search.plan_maker import PLAIN_PARITY
@@ -152,6 +153,14 @@ def test_where_no_rung_runs_the_search_ends_there_and_says_what_would_fit(search
     hint = found.result.hint or ""
     assert all(way in hint for way in ("--seq-len", "LoRA (some", "a device with more memory", "More devices"))
     assert searches.search(world).result.from_record
+
+
+def test_some_looks_are_made_before_no_candidate_is_taken_to_be_able_to_win(searches: Searches):
+    """All are predicted to be far slower, and are; one look says little of a cost model that may be wrong."""
+    world = World(seconds=lambda config: usual_s(config) * (1.0 if config == PLAIN else 5.0), width=1.05)
+    found = searches.search(world)
+    assert world.purposes().count("search") == FEWEST_LOOKS == 3
+    assert found.session.ended_by == "nothing_left" and plan_of(found).config == PLAIN
 
 
 @pytest.mark.parametrize("disturbed", [LOAD, None])
