@@ -33,9 +33,10 @@ LOOK_FACTOR, LOOK_MORE_S = 3.0, 20.0
 """A look is ended after so many times what was expected, and these seconds: what takes so long is behind, or would cost
 more than it tells."""
 
-GROSS = 2.0
-"""A disturbed plain run is measured again if it takes so many times the high end of what was predicted: once in 24
-searches of the zoo a stall made it 30 times as slow, and nothing else fitted into the budget any more."""
+GROSS, GROSS_AGAIN, GROSS_SHARE = 2.0, 3, 0.5
+"""A disturbed plain run is measured again if it takes so many times the high end of what was predicted, at most so
+often, and while it takes no larger share of what is left: once in 24 searches of the zoo a stall made it 30 times as
+slow, and nothing else fitted into the budget any more."""
 
 CHECK_FACTOR, CHECK_MORE_S = 1.5, 5.0
 """The parts of a parity check that a verdict can do without have so many times what was expected, and these seconds,
@@ -88,10 +89,7 @@ def run_baseline(session: Session, work: Work) -> None:
         expected = session.predict(config)
         trial = session.measure("baseline", config, deadline_s=deadline_s, deadline_of_budget=True)
         if trial.outcome is Outcome.OK:
-            if _is_gross(trial, expected) and trial.seconds_spent <= session.left_s / 2:
-                session.note("other work slowed the plain run down, far beyond what was expected: it ran once more")
-                session.measure("baseline", config, deadline_s=trial.seconds_spent)
-                session.forget_void()
+            _repeat_gross(session, trial, expected)
             if not is_plain_run(config):
                 session.note(f"the plain run does not fit; all others are compared with {config.describe()}")
             return
@@ -116,8 +114,19 @@ def run_baseline(session: Session, work: Work) -> None:
     )
 
 
+def _repeat_gross(session: Session, trial: Trial, expected: Prediction) -> None:
+    """Measures the plain run again while a stall lasts: all else would be priced by it."""
+    for number in range(GROSS_AGAIN):
+        if not _is_gross(trial, expected) or trial.seconds_spent > GROSS_SHARE * session.left_s:
+            break
+        if not number:
+            session.note("other work slowed the plain run down, far beyond what was expected: it ran again")
+        trial = session.measure("baseline", trial.config, deadline_s=1.5 * trial.seconds_spent)
+        session.forget_void()
+
+
 def _is_gross(trial: Trial, expected: Prediction) -> bool:
-    """Whether other work disturbed a run that took much longer than was expected: all else would be priced by it."""
+    """Whether other work disturbed a run that took much longer than was expected."""
     step = trial.step_time_s
     return trial.disturbed is not None and step is not None and step.median > GROSS * expected.step_time_high_s
 

@@ -107,12 +107,13 @@ def map_memory(context: RankContext, size_bytes: int) -> None:
     bytearray(size_bytes)
 
 
-def write_much(context: RankContext, lines: int, rest_s: float = 0.0) -> None:
+def write_much(context: RankContext, lines: int, rest_s: float = 0.0, fails: bool = True) -> None:
     for number in range(lines):
         print(f"line {number} " + "x" * 1000, file=sys.stderr)
     print("the last line", file=sys.stderr)
     time.sleep(rest_s)
-    raise RuntimeError("after the noise")
+    if fails:
+        raise RuntimeError("after the noise")
 
 
 def leave_grandchildren(context: RankContext, stay: bool) -> list[int]:

@@ -110,13 +110,13 @@ def test_output_without_an_end_does_not_fill_the_disk(zygote: Zygote, tmp_path: 
     assert "the last line" in rank.stderr_tail and "after the noise" in rank.stderr_tail
 
 
-@pytest.mark.parametrize("ended", [Ended.RANK_FAILED, Ended.DEADLINE])
+@pytest.mark.parametrize("ended", [Ended.FINISHED, Ended.RANK_FAILED, Ended.DEADLINE])
 def test_a_task_that_ended_leaves_the_last_part_of_its_output(zygote: Zygote, tmp_path: Path, ended: Ended) -> None:
     """A rank prints 40 MB faster than anybody looks, and a search has hundreds of tasks."""
     late = ended is Ended.DEADLINE
     task = Task(
         target=targets.write_much,
-        args=(40_000, 60.0 if late else 0.0),
+        args=(40_000, 60.0 if late else 0.0, ended is not Ended.FINISHED),
         total_deadline_s=8.0 if late else 120.0,
         directory=tmp_path,
     )

@@ -26,11 +26,11 @@ import json, sys
 from pathlib import Path
 from autoplan.processes import Task, Zygote
 
-directory, token = Path(sys.argv[1]), sys.argv[2]
+directory, token, kind = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 with Zygote(preload=(), env={"PROCESS_TEST_TOKEN": token}) as zygote:
     (directory / "zygote").write_text(str(zygote.pid))
     target = "tests.processes.process_targets:stay_with_grandchildren"
-    task = Task(target=target, ranks=2, directory=directory / "task")
+    task = Task(target=target, ranks=2, directory=directory / "task", independent=kind == "independent")
     report = zygote.run(task)
     print(json.dumps([report.ended, report.failed_rank, report.ranks[1].signal]))
 """
@@ -39,9 +39,9 @@ with Zygote(preload=(), env={"PROCESS_TEST_TOKEN": token}) as zygote:
 class Planner:
     """A planner in a process of its own, with two ranks that have grandchildren in sessions of their own."""
 
-    def __init__(self, directory: Path, token: str, planners: Planners) -> None:
+    def __init__(self, directory: Path, token: str, kind: str, planners: Planners) -> None:
         self._directory = directory
-        arguments = [str(directory), token]
+        arguments = [str(directory), token, kind]
         self.process = subprocess.Popen(
             [sys.executable, "-c", PLANNER, *arguments],
             stdout=subprocess.PIPE,
@@ -72,9 +72,10 @@ class Planner:
         return json.loads(path.read_text()) if path.exists() else {}
 
 
+@pytest.mark.parametrize("kind", ["together", "independent"])
 @pytest.mark.parametrize("victim", ["planner", "zygote", "rank", "guard"])
-def test_nobody_is_left(victim: str, tmp_path: Path, token: str, planners: Planners) -> None:
-    planner = Planner(tmp_path, token, planners)
+def test_nobody_is_left(victim: str, kind: str, tmp_path: Path, token: str, planners: Planners) -> None:
+    planner = Planner(tmp_path, token, kind, planners)
     grandchildren = planner.grandchildren()
     assert len(grandchildren) == 4 and all(linux.start_ticks(pid) for pid in grandchildren)
     # The guard, the zygote, two ranks and four grandchildren, all of which carry the mark.
@@ -150,7 +151,7 @@ def test_a_fork_of_the_planner_keeps_nothing_alive(end: str, tmp_path: Path, tok
 
 
 def test_planner_and_zygote_killed_at_once_leave_nobody(tmp_path: Path, token: str, planners: Planners) -> None:
-    planner = Planner(tmp_path, token, planners)
+    planner = Planner(tmp_path, token, "together", planners)
     zygote_pid = planner.pid_of("zygote")
     os.kill(planner.process.pid, signal.SIGSTOP)  # neither may act on the other's death
     os.kill(zygote_pid, signal.SIGKILL)
@@ -161,7 +162,7 @@ def test_planner_and_zygote_killed_at_once_leave_nobody(tmp_path: Path, token: s
 
 @pytest.mark.parametrize("others", [("zygote",), ("zygote", "planner")], ids="-".join)
 def test_the_guard_may_be_killed_too(others: tuple[str, ...], tmp_path: Path, token: str, planners: Planners) -> None:
-    planner = Planner(tmp_path, token, planners)
+    planner = Planner(tmp_path, token, "together", planners)
     zygote_pid = planner.pid_of("zygote")
     guard_pid = linux.parent_of(zygote_pid)
     assert guard_pid is not None and guard_pid != planner.process.pid

@@ -203,3 +203,10 @@ def test_an_independent_process_that_fails_ends_the_others(warm_zygote: Zygote) 
     assert report.ended is Ended.RANK_FAILED and report.failed_rank == 1
     failed = report.ranks[1].error
     assert failed is not None and failed.is_a("ArithmeticError")
+
+
+def test_a_deadline_ends_those_of_independent_processes_that_still_run(warm_zygote: Zygote) -> None:
+    task = Task(target=one_each, args=(("say", "hang"),), ranks=2, independent=True, total_deadline_s=2.0)
+    report = warm_zygote.run(task)
+    assert report.ended is Ended.DEADLINE and report.failed_rank == 1
+    assert report.ranks[0].exit_code == 0 and report.ranks[0].result is not None

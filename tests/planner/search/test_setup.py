@@ -109,11 +109,12 @@ def test_the_input_is_refused_before_anything_is_measured(
 
 def begin(zygote: Zygote, folder: Path, **more: Any) -> tuple[SearchContext, Listener]:
     listener = Listener()
-    means = Means(options=options(folder), zygote=zygote, observer=listener, budget_s=60.0, **more)
+    fixed = {"precision": "fp32"}  # what other precisions gain here goes by rates, which a busy machine blurs
+    means = Means(options=options(folder, fix=fixed), zygote=zygote, observer=listener, budget_s=60.0, **more)
     return begin_search(means), listener
 
 
-def test_later_pieces_know_more_of_the_space_and_add_nothing_to_it(
+def test_later_pieces_know_more_of_the_same_space(
     zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autoplan.probes.run.DEFAULT_BUDGET_S", 2.0)
@@ -140,11 +141,8 @@ def test_later_pieces_know_more_of_the_space_and_add_nothing_to_it(
     assert probed.probed and probe_cost_s(probed) == 0 and probe_more(probed) is probed
     assert (tmp_path / "hardware.json").exists()
     for later in (some, whole, probed):
-        known = first.space.values
-        assert all(set(values) <= set(known[knob]) for knob, values in later.space.values.items()), (
-            "rates rule out more"
-        )
-        assert set(later.candidates) <= set(later.space.candidates) <= set(first.space.candidates)
+        assert later.space.values == first.space.values and list(later.space.candidates) == list(first.space.candidates)
+        assert set(later.candidates) <= set(first.space.candidates)
         assert later.estimator is not first.estimator and not later.estimator.time_fit.rows
     resumed, listener = begin(zygote, tmp_path, saved=tmp_path / "hardware.json")
     assert resumed.hardware.probed_s == probed.hardware.probed_s
