@@ -6,8 +6,9 @@
 A replay is a `Session` whose runner answers from the table, and whose store is in memory with a clock that goes forward
 by what each run took when it was recorded. `next_work` names the pieces and `work.do` does them, as in a live search:
 looks, pairs side by side, the parity check, the rounds of the claim. A run draws one of the processes of its
-configuration, and then its steps out of that process's steps; two runs of a pair draw two processes. A look that the
-bound puts behind the leader ends early (tables with each step's time).
+configuration, and then its steps out of that process's steps. A look that the bound puts behind the leader ends early
+(tables with each step's time). Rounds of one rank on a CPU run in slices of time, as live: a run of such a round has
+the mean of all its configuration's processes, times what runs in slices were measured to differ by (SLICED).
 
 A configuration that compiles takes its time with an empty cache the first time that its graph is compiled in the
 replay. The parity check takes what is predicted of it, and passes. Not in a replay: probes, traces, imports. The hand
@@ -16,6 +17,7 @@ setting is looked at where the table has it; a table that has no plain run is as
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -26,7 +28,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from autoplan.planner.cost.traced.estimator import Estimator
-from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Trial, WorkLine
+from autoplan.planner.records.trials import ClaimRounds, Interval, Outcome, Parity, Trial, WorkLine
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.claim import is_no_gain
 from autoplan.planner.search.next_work import Work, next_work
@@ -39,9 +41,18 @@ from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, TrialCost, what_
 from autoplan.planner.search.work import do, drawn
 from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.planner.store.optuna_study import choices_of
-from autoplan.planner.trials.measure import ToBeat, compare, invert, median_interval, step_terms, sum_interval
+from autoplan.planner.trials.measure import (
+    SLICED,
+    ToBeat,
+    compare,
+    invert,
+    median_interval,
+    step_terms,
+    sum_interval,
+)
 from autoplan.planner.trials.request import FEWEST_SAMPLES
-from autoplan.planner.trials.runner import TrialOrder
+from autoplan.planner.trials.runner import RoundOf, TrialOrder
+from autoplan.processes import Ended
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from benchmarks.recorded import LIMIT_BYTES, Recorded
@@ -160,7 +171,7 @@ class TableRunner:
     """
 
     def __init__(self, recorded: Recorded, store: MemoryStore, seed: int, limit_bytes: int) -> None:
-        self._processes = recorded.processes
+        self._processes, self._device = recorded.processes, recorded.profile.device
         self._store, self._limit_bytes = store, limit_bytes
         self._global_batch = recorded.global_batch
         self._random = random.Random(seed)
@@ -186,6 +197,27 @@ class TableRunner:
         self._store.spent_s += trial.seconds_spent
         return trial.model_copy(update={"purpose": order.purpose, "round": order.round})
 
+    def may_slice(self, runs: Sequence[Trial]) -> bool:
+        """As on a CPU whose memory holds them all."""
+        return self._device == "cpu" and all(run.config.world_size == 1 for run in runs)
+
+    def run_round(self, orders: Sequence[TrialOrder], **others: Any) -> RoundOf:
+        """The trials that are ordered, in slices: what changes the speed of the cores changes all of them alike."""
+        trials = [self._sliced(order) for order in orders]
+        spent_s, deadline_s = (sum(of) for of in ([t.seconds_spent for t in trials], [o.deadline_s for o in orders]))
+        self._store.spent_s += min(spent_s, deadline_s)
+        report: Any = SimpleNamespace(ended=Ended.DEADLINE if spent_s > deadline_s else Ended.FINISHED)
+        return RoundOf(trials=tuple(trials) if spent_s <= deadline_s else (), report=report)
+
+    def _sliced(self, order: TrialOrder) -> Trial:
+        trials = self._processes[order.config]
+        drawn = answer(self._random.choice(trials), order.number, self._limit_bytes)
+        trial = with_drawn_steps(self._with_compilation(drawn, trials), self._random, self._global_batch)
+        mean_s = math.exp(np.mean([math.log(_median_s(one)) for one in trials]) + self._random.gauss(0.0, SLICED.sd))
+        return slower(trial, mean_s / _median_s(drawn)).model_copy(
+            update={"purpose": order.purpose, "round": order.round, "pauses": 1}
+        )
+
     def _with_compilation(self, trial: Trial, trials: Sequence[Trial]) -> Trial:
         """With the seconds of its compilation as the cache is in this replay, and the warning that says what it had."""
         if trial.config.compile == "off" or not compile_s(trial):
@@ -194,6 +226,20 @@ class TableRunner:
         as_now = min(trials, key=compile_s) if graph in self._compiled else self._cold[graph]
         self._compiled.add(graph)
         return with_compile_s(trial, compile_s(as_now), as_now.warnings)
+
+
+def _median_s(trial: Trial) -> float:
+    assert trial.step_time_s is not None, "what runs in a round ran before"
+    return trial.step_time_s.median
+
+
+def slower(trial: Trial, by: float) -> Trial:
+    """The trial with each step so many times as long."""
+    step = trial.step_time_s
+    assert step is not None
+    interval = Interval(median=by * step.median, low=by * step.low, high=by * step.high, samples=step.samples)
+    samples = {part: tuple(by * seconds for seconds in of) for part, of in trial.samples_s.items()}
+    return trial.model_copy(update={"samples_s": samples, "step_time_s": interval})
 
 
 def compile_s(trial: Trial | None) -> float:
@@ -316,7 +362,6 @@ def open_session(
     }
     return ReplaySession(
         options=options,
-        apart=True,  # a table has runs that were made one after the other
         observer=SearchObserver(),
         budget_s=budget_s,
         model=model,

@@ -15,7 +15,7 @@ from autoplan.planner.records.trials import Interval, Objective, Outcome, Trial
 from autoplan.planner.records.untried import Untried
 from autoplan.planner.search.next_work import score
 from autoplan.planner.search.objective import THROUGHPUT, best_trial, devices_of, view
-from autoplan.planner.search.selection import has_lasting_load
+from autoplan.planner.search.selection import hangs_on_load, has_lasting_load, is_under_load
 from autoplan.planner.search.surrogate import (
     Z_90,
     Array,
@@ -62,7 +62,7 @@ class Assessment:
 
     Attributes:
         posterior: Step time, and the chances to fit and to run.
-        untried: Whether a candidate has no finished trial yet, and its turn has come (`wait_for_the_leader`).
+        untried: Whether a candidate has no finished trial yet, and its turn has come (`waiting`).
         cost_s: Expected seconds of a trial.
         wanted: What the next trial should lower: the posterior, unless something other than throughput is looked for.
         best: The best of it that was measured, as a logarithm; None: nothing was.
@@ -118,6 +118,8 @@ class CandidateModel:
         self.objective = objective
         self._surrogate = Surrogate(self.candidates, memory_limit_bytes, device)
         self._fast_siblings = _fast_siblings(self.candidates)
+        self._sets_threads = np.array([config.threads is not None for config in self.candidates], dtype=np.bool_)
+        self.varies_threads = len({config.threads for config in self.candidates}) > 1
         self._assessment: Assessment | None = None
 
     def observe(self, trial: Trial) -> None:
@@ -151,7 +153,7 @@ class CandidateModel:
             cost = np.ones(len(self.candidates)) if self._cost is None else self._cost.all_s(np.exp(posterior.log_time))
             self._assessment = Assessment(
                 posterior=posterior,
-                untried=np.array([config not in tried for config in self.candidates]) & ~self.wait_for_the_leader(),
+                untried=np.array([config not in tried for config in self.candidates]) & ~self.waiting(),
                 cost_s=cost,
                 wanted=posterior,
                 best=None if best is None or best.step_time_s is None else math.log(best.step_time_s.median),
@@ -166,7 +168,7 @@ class CandidateModel:
         If memory is looked for, every second trial looks for speed: the floor is a share of the best throughput.
         """
         good = [
-            t for t in self.trials if t.outcome is Outcome.OK and t.step_time_s is not None and self._allows(t.config)
+            t for t in self.trials if t.outcome is Outcome.OK and t.step_time_s is not None and self._may_lead(t.config)
         ]
         if self.objective.name == "throughput" or not good:
             return now
@@ -176,6 +178,10 @@ class CandidateModel:
             return wanted
         turns = (now, wanted) if len(self.trials) % 2 else (wanted, now)
         return next((turn for turn in turns if prospects(turn)[1].any()), wanted)
+
+    def waiting(self) -> NDArray[np.bool_]:
+        """The candidates whose turn has not come."""
+        return self.wait_for_the_leader() | self.wait_for_quiet()
 
     def wait_for_the_leader(self) -> NDArray[np.bool_]:
         """The candidates in a slow mode of the compiler whose other knobs are not those of the fastest trial so far.
@@ -191,6 +197,17 @@ class CandidateModel:
             slow_s = 0.0 if self._cost is None else self._cost.compile_s(self.candidates[index])
             waits[index] = sibling != leader or slow_s > self._slow_mode_limit_s
         return waits
+
+    def wait_for_quiet(self) -> NDArray[np.bool_]:
+        """The candidates with a number of threads of their own, while other work disturbs each trial.
+
+        That work would choose the number. Where the user has fixed it, nothing waits.
+        """
+        return self._sets_threads & (self.varies_threads and is_under_load(self.trials))
+
+    def hangs_on_load(self, config: TrainingConfig) -> bool:
+        """Whether its number of threads ran only beside other work: then it is no plan."""
+        return self.varies_threads and hangs_on_load(self.trials, config)
 
     @property
     def trial_cost(self) -> TrialCost | None:
@@ -230,7 +247,10 @@ class CandidateModel:
 
     def best_trial(self) -> Trial | None:
         """The fastest measured trial that may be the plan."""
-        return best_trial(trial for trial in self.trials if self._allows(trial.config))
+        return best_trial(trial for trial in self.trials if self._may_lead(trial.config))
+
+    def _may_lead(self, config: TrainingConfig) -> bool:
+        return self._allows(config) and not self.hangs_on_load(config)
 
     def _prior(self) -> Prior:
         """Of the candidates."""

@@ -396,6 +396,11 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
 
 def _conclude(run: SearchRun, session: Session) -> SearchResult:
     """From what was measured to the plan: the leader if it is proved, else the plain run."""
+    if session.model.wait_for_quiet().any():
+        session.note(
+            "other work used the cores all the time, and would have chosen the number of threads: others than torch's "
+            "own were left out. If that work stays, give a number to --fix threads=N"
+        )
     leader, plain = session.leader, session.baseline
     if session.best is None:
         return answer.nothing_ran(run, session.ended_by)

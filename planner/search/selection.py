@@ -169,6 +169,24 @@ def has_lasting_load(trials: Sequence[Trial]) -> bool:
     return len(last) == LASTING_LOAD and all(trial.disturbed for trial in last)
 
 
+def is_under_load(trials: Sequence[Trial]) -> bool:
+    """Whether other work has disturbed each of the last trials that were measured, LASTING_LOAD of them at most."""
+    last = [trial for trial in trials if trial.window is not None][-LASTING_LOAD:]
+    return bool(last) and all(trial.disturbed for trial in last)
+
+
+def hangs_on_load(trials: Iterable[Trial], config: TrainingConfig) -> bool:
+    """Whether a number of threads ran only beside other work: it suits that work, and may be wrong without it.
+
+    Beside a process that kept one of two cores busy a GPT-2 was 1.34 times as fast with one thread as with two; once
+    that process had ended, 0.81 times.
+    """
+    if config.threads is None:
+        return False
+    looks = [trial for trial in trials if trial.config == config and trial.step_time_s is not None]
+    return bool(looks) and all(trial.disturbed for trial in looks)
+
+
 def is_late(trial: Trial) -> bool:
     """Whether a run was ended by the clock, which says nothing against a configuration that ran before.
 

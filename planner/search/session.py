@@ -213,7 +213,7 @@ class Session:
     @property
     def best(self) -> Trial | None:
         """The fastest good trial so far that keeps what the user fixed; the plain baseline may not."""
-        return best_trial((t for t in self.store.trials if self.options.allows(t.config)), self.objective)
+        return best_trial((t for t in self.store.trials if self._keeps(t.config)), self.objective)
 
     @property
     def eligible(self) -> list[CandidateRuns]:
@@ -227,7 +227,11 @@ class Session:
     def may_be_plan(self) -> list[CandidateRuns]:
         """The same, with those whose parity check did not come to its end."""
         ran = collect_runs(self.store.trials)
-        return [r for r in ran if self.options.allows(r.config) and not failed_parity(self.store, r.config)]
+        return [r for r in ran if self._keeps(r.config) and not failed_parity(self.store, r.config)]
+
+    def _keeps(self, config: TrainingConfig) -> bool:
+        """Whether it keeps what the user fixed, and does not rest on other work's load."""
+        return self.options.allows(config) and not self.model.hangs_on_load(config)
 
     @property
     def leader(self) -> CandidateRuns | None:

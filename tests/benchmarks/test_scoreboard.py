@@ -18,8 +18,9 @@ from autoplan.errors import UsageError
 from autoplan.planner.records.trials import Interval, Outcome, Trial, Window
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.journal import RecordFile
-from autoplan.planner.trials.measure import ToBeat
+from autoplan.planner.trials.measure import SLICED, ToBeat
 from autoplan.planner.trials.runner import TrialOrder
+from autoplan.processes import Ended
 from autoplan.strategies.config import TrainingConfig
 from benchmarks import false_wins, search_replay, search_tables
 from benchmarks.recorded import EARLIER, LIMIT_BYTES, SETUP, TRIALS, Recorded, choose, is_plain, read, read_table
@@ -269,6 +270,26 @@ def test_a_run_draws_a_process_and_then_its_steps(known: Recorded):
     assert all(max(steps) - min(steps) <= 0.2001 for trial in trials for steps in trial.samples_s.values())
     assert store.spent_s == pytest.approx(400.0) and trials[3].round == 3 and trials[3].purpose == "finalist"
     assert np.allclose(table.seconds, 6 ** (1 / 3)) and table.noise > 0.3
+
+
+def test_runs_of_a_round_in_slices_have_the_mean_of_all_processes(known: Recorded):
+    rounds = tuple(
+        [sampled(config, [0.99 * middle, middle, 1.01 * middle]) for config in CONFIGS] for middle in (1.0, 2.0, 4.0)
+    )
+    store = MemoryStore()
+    runner = TableRunner(replace(known, rounds=rounds), store, 0, LIMIT_BYTES)
+    orders = [order_of(CONFIGS[0], round=3), order_of(CONFIGS[1], round=3)]
+    made = [runner.run_round(orders).trials for _ in range(40)]
+    medians = [trial.step_time_s.median for pair in made for trial in pair if trial.step_time_s is not None]
+    assert len(medians) == 80 and all(trial.pauses and trial.round == 3 for pair in made for trial in pair)
+    assert np.mean(np.log(medians)) == pytest.approx(math.log(2.0), abs=0.02), "and not those of one process"
+    assert 0.5 * SLICED.sd < np.std(np.log(medians)) < 2 * SLICED.sd
+    assert store.spent_s == pytest.approx(800.0)
+    late = [replace(order, deadline_s=5.0) for order in orders]
+    ended = runner.run_round(late)
+    assert not ended.trials and ended.report.ended is Ended.DEADLINE and store.spent_s == pytest.approx(810.0)
+    two_ranks = made[0][0].model_copy(update={"config": CONFIGS[0].model_copy(update={"dp_replicate": 2})})
+    assert runner.may_slice(made[0]) and not runner.may_slice([two_ranks])
 
 
 def test_a_look_that_is_behind_ends_early_and_costs_less(known: Recorded):

@@ -72,6 +72,7 @@ class Simulated(Session):
         self.options.wanted = SimpleNamespace(name="throughput")
         self.observer = SearchObserver()
         self.model: Any = SimpleNamespace(
+            hangs_on_load=lambda config: False,
             trial_cost=SimpleNamespace(
                 repeat_s=lambda trial: trial.seconds_spent,
                 round_s=lambda one, other, sliced: one.seconds_spent + other.seconds_spent,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoplan.planner.records.trials import Interval, Outcome, Trial, WorkLine
+from autoplan.planner.records.trials import Interval, Outcome, Trial, Window, WorkLine
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.state import check_s
@@ -210,6 +210,37 @@ def test_a_slow_mode_that_would_take_much_of_the_budget_is_not_tried():
         model = CandidateModel(MODES, None, cost, device="cuda", slow_mode_limit_s=limit_s)
         model.observe(trial_of(fast))
         assert model.wait_for_the_leader()[MODES.index(tuned)] == waits
+
+
+BUSY = Window(seconds=1.0, others_cpu_share=0.5, disturbed="other work took 50 % of the cores")
+THREADS = [TrainingConfig(micro_batch=size, threads=count) for size in (1, 2) for count in (None, 1, 2)]
+
+
+def test_numbers_of_threads_wait_while_other_work_disturbs_each_trial():
+    model = CandidateModel(THREADS)
+    own = np.array([config.threads is None for config in THREADS])
+    model.observe(trial_of(THREADS[0], window=BUSY))
+    now = model.assess()
+    assert not now.untried[~own].any() and now.untried[3], "but not those with torch's own number"
+    model.observe(trial_of(THREADS[3], number=1, window=Window(seconds=1.0)))
+    assert model.assess().untried.tolist() == [True, True, True, False, True, True], "a disturbed look is void"
+
+
+def test_a_number_of_threads_that_ran_only_beside_other_work_is_no_plan():
+    model = CandidateModel(THREADS)
+    model.observe(trial_of(THREADS[0], seconds=2.0, window=Window(seconds=1.0)))
+    model.observe(trial_of(THREADS[1], number=1, seconds=1.0, window=BUSY))
+    assert model.best_trial().config == THREADS[0]
+    model.observe(trial_of(THREADS[1], number=2, seconds=1.5, window=Window(seconds=1.0)))
+    assert model.best_trial().config == THREADS[1]
+
+
+def test_a_number_of_threads_that_the_user_fixed_waits_for_nothing():
+    fixed = [config for config in THREADS if config.threads == 1]
+    model = CandidateModel(fixed)
+    model.observe(trial_of(fixed[0], window=BUSY))
+    assert model.assess().untried.tolist() == [True, True], "the disturbed one is looked at again"
+    assert model.best_trial().config == fixed[0]
 
 
 def test_what_several_ranks_take_to_start_is_known_after_their_first_trial():
