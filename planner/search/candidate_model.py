@@ -15,7 +15,7 @@ from autoplan.planner.records.trials import Interval, Objective, Outcome, Trial
 from autoplan.planner.records.untried import Untried
 from autoplan.planner.search.next_work import score
 from autoplan.planner.search.objective import THROUGHPUT, best_trial, devices_of, view
-from autoplan.planner.search.selection import hangs_on_load, has_lasting_load, is_under_load
+from autoplan.planner.search.selection import has_lasting_load, is_beside_work, is_under_load
 from autoplan.planner.search.surrogate import (
     Z_90,
     Array,
@@ -62,11 +62,12 @@ class Assessment:
 
     Attributes:
         posterior: Step time, and the chances to fit and to run.
-        untried: Whether a candidate has no finished trial yet, and its turn has come (`waiting`).
+        untried: Whether a candidate has no finished trial yet, and its turn has come (`wait_for_the_leader`).
         cost_s: Expected seconds of a trial.
         wanted: What the next trial should lower: the posterior, unless something other than throughput is looked for.
         best: The best of it that was measured, as a logarithm; None: nothing was.
         early: There were fewer than FEWEST_LOOKS looks.
+        later: Whose turn comes after all others: a number of threads of its own, while other work disturbs each trial.
     """
 
     posterior: Posterior
@@ -75,6 +76,7 @@ class Assessment:
     wanted: Posterior
     best: float | None
     early: bool = False
+    later: NDArray[np.bool_] | None = None
 
 
 class CandidateModel:
@@ -119,7 +121,7 @@ class CandidateModel:
         self._surrogate = Surrogate(self.candidates, memory_limit_bytes, device)
         self._fast_siblings = _fast_siblings(self.candidates)
         self._sets_threads = np.array([config.threads is not None for config in self.candidates], dtype=np.bool_)
-        self.varies_threads = len({config.threads for config in self.candidates}) > 1
+        self._had_quiet: dict[TrainingConfig, bool] = {}  # of each with a number of threads of its own that ran
         self._assessment: Assessment | None = None
 
     def observe(self, trial: Trial) -> None:
@@ -127,6 +129,9 @@ class CandidateModel:
         if any(seen.number == trial.number for seen in self.trials):
             return
         self.trials.append(trial)
+        if trial.config.threads is not None and trial.outcome is Outcome.OK:
+            quiet = self._had_quiet.get(trial.config, False) or not is_beside_work(trial)
+            self._had_quiet[trial.config] = quiet
         if self.estimator is not None:
             self.estimator.observe(trial)
         if self._cost is not None:
@@ -153,11 +158,12 @@ class CandidateModel:
             cost = np.ones(len(self.candidates)) if self._cost is None else self._cost.all_s(np.exp(posterior.log_time))
             self._assessment = Assessment(
                 posterior=posterior,
-                untried=np.array([config not in tried for config in self.candidates]) & ~self.waiting(),
+                untried=np.array([config not in tried for config in self.candidates]) & ~self.wait_for_the_leader(),
                 cost_s=cost,
                 wanted=posterior,
                 best=None if best is None or best.step_time_s is None else math.log(best.step_time_s.median),
                 early=sum(trial.purpose == "search" for trial in self.trials) < FEWEST_LOOKS,
+                later=self._sets_threads if is_under_load(self.trials) else None,
             )
             self._assessment = self._as_wanted(self._assessment)
         return self._assessment
@@ -179,10 +185,6 @@ class CandidateModel:
         turns = (now, wanted) if len(self.trials) % 2 else (wanted, now)
         return next((turn for turn in turns if prospects(turn)[1].any()), wanted)
 
-    def waiting(self) -> NDArray[np.bool_]:
-        """The candidates whose turn has not come."""
-        return self.wait_for_the_leader() | self.wait_for_quiet()
-
     def wait_for_the_leader(self) -> NDArray[np.bool_]:
         """The candidates in a slow mode of the compiler whose other knobs are not those of the fastest trial so far.
 
@@ -198,16 +200,18 @@ class CandidateModel:
             waits[index] = sibling != leader or slow_s > self._slow_mode_limit_s
         return waits
 
-    def wait_for_quiet(self) -> NDArray[np.bool_]:
-        """The candidates with a number of threads of their own, while other work disturbs each trial.
-
-        That work would choose the number. Where the user has fixed it, nothing waits.
-        """
-        return self._sets_threads & (self.varies_threads and is_under_load(self.trials))
-
     def hangs_on_load(self, config: TrainingConfig) -> bool:
-        """Whether its number of threads ran only beside other work: then it is no plan."""
-        return self.varies_threads and hangs_on_load(self.trials, config)
+        """Whether a number of threads ran only beside other work: it suits that work, and is no plan without it.
+
+        Beside a process that kept one of two cores busy a GPT-2 was 1.34 times as fast with one thread as with two;
+        once that process had ended, 0.81 times. Where no candidate has torch's own number, the user chose.
+        """
+        return not self._sets_threads.all() and self._had_quiet.get(config) is False
+
+    @property
+    def hanging(self) -> list[TrainingConfig]:
+        """The candidates of which that is so."""
+        return [config for config in self._had_quiet if self.hangs_on_load(config)]
 
     @property
     def trial_cost(self) -> TrialCost | None:
@@ -300,10 +304,12 @@ def prospects(now: Assessment) -> tuple[Array, NDArray[np.bool_]]:
 
 
 def next_looks(now: Assessment) -> tuple[Array, NDArray[np.bool_]]:
-    """The same; before FEWEST_LOOKS looks, where none can win, all that may run."""
+    """The same; before FEWEST_LOOKS looks, where none can win, all that may run; and those that come later left out."""
     gain, hopeful = prospects(now)
     if now.early and not hopeful.any():
-        return gain, now.untried & (now.wanted.fits * now.wanted.works > LEAST_CHANCE)
+        hopeful = now.untried & (now.wanted.fits * now.wanted.works > LEAST_CHANCE)
+    if now.later is not None and (hopeful & ~now.later).any():
+        hopeful &= ~now.later
     return gain, hopeful
 
 

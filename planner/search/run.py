@@ -396,10 +396,10 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
 
 def _conclude(run: SearchRun, session: Session) -> SearchResult:
     """From what was measured to the plan: the leader if it is proved, else the plain run."""
-    if session.model.wait_for_quiet().any():
+    if hanging := session.model.hanging:
         session.note(
-            "other work used the cores all the time, and would have chosen the number of threads: others than torch's "
-            "own were left out. If that work stays, give a number to --fix threads=N"
+            f"{len(hanging)} configuration(s) with a number of threads of their own ran only beside other work, which "
+            "decides what number is good: they are not the plan. If that work stays, choose one by --fix threads=N"
         )
     leader, plain = session.leader, session.baseline
     if session.best is None:

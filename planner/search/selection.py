@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoplan.planner.records.trials import Interval, Outcome, Trial
+from autoplan.planner.records.trials import RECOMPILED, Interval, Outcome, Trial
 from autoplan.planner.trials.measure import ASSUMED, SLICED, Spread, core_spread, pool_runs, ratio_interval
 from autoplan.strategies.config import TrainingConfig
 
@@ -172,19 +172,12 @@ def has_lasting_load(trials: Sequence[Trial]) -> bool:
 def is_under_load(trials: Sequence[Trial]) -> bool:
     """Whether other work has disturbed each of the last trials that were measured, LASTING_LOAD of them at most."""
     last = [trial for trial in trials if trial.window is not None][-LASTING_LOAD:]
-    return bool(last) and all(trial.disturbed for trial in last)
+    return bool(last) and all(is_beside_work(trial) for trial in last)
 
 
-def hangs_on_load(trials: Iterable[Trial], config: TrainingConfig) -> bool:
-    """Whether a number of threads ran only beside other work: it suits that work, and may be wrong without it.
-
-    Beside a process that kept one of two cores busy a GPT-2 was 1.34 times as fast with one thread as with two; once
-    that process had ended, 0.81 times.
-    """
-    if config.threads is None:
-        return False
-    looks = [trial for trial in trials if trial.config == config and trial.step_time_s is not None]
-    return bool(looks) and all(trial.disturbed for trial in looks)
+def is_beside_work(trial: Trial) -> bool:
+    """Whether other work disturbed a trial; one that compiled again disturbed itself."""
+    return trial.disturbed is not None and not trial.disturbed.startswith(RECOMPILED)
 
 
 def is_late(trial: Trial) -> bool:

@@ -26,7 +26,14 @@ from autoplan.planner.search.next_work import (
 )
 from autoplan.planner.search.objective import devices_of
 from autoplan.planner.search.references import hand_setting, plain_configs
-from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, match_rounds, shared_rounds
+from autoplan.planner.search.selection import (
+    MOST_PAIRS,
+    CandidateRuns,
+    is_decided,
+    is_under_load,
+    match_rounds,
+    shared_rounds,
+)
 from autoplan.planner.search.setup import probe_cost_s, trace_cost_s
 from autoplan.planner.search.trial_cost import first_steps_s, parity_parts_s, parity_s
 from autoplan.planner.trials.measure import SLICED, Spread
@@ -249,6 +256,9 @@ def needs_s(
 ) -> float:
     """Seconds that a configuration needs if it leads: its parity check and the rounds of the claim.
 
+    While other work disturbs each trial, the check alone: a GPT-2 beside a busy core was looked at once, in ten
+    minutes, since the rounds that could not claim anything had no room.
+
     Args:
         session: The search.
         config: The configuration.
@@ -258,6 +268,8 @@ def needs_s(
     plain = session.baseline
     if plain is None or config == plain.config:
         return 0.0
+    if is_under_load(session.store.trials):  # no claim holds beside other work
+        return check_s(session, config)
     spread = _round_spread(session, config)
     if spread is not SLICED:
         leading_gain = 0.0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from autoplan.probes import host as host_module
 from autoplan.probes.cgroup import CgroupLimits, read_cgroup_limits
@@ -222,15 +224,15 @@ def test_arm_features(tmp_path: Path) -> None:
 
 def test_torch_build_is_read_without_importing_it() -> None:
     code = (
-        "import sys; from autoplan.probes.run import read_host_profile; p = read_host_profile();"
-        "loaded = 'torch' in sys.modules; import torch;"
-        "print(loaded, p.host.torch == torch.__version__, p.host.cuda == torch.version.cuda)"
+        "import json, sys; from autoplan.probes.run import read_host_profile; host = read_host_profile().host;"
+        "print(json.dumps(['torch' in sys.modules, host.torch, host.cuda]))"
     )
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True, timeout=120
     )
-    assert done.stdout.split() == ["False", "True", "True"]
+    loaded, version, cuda = json.loads(done.stdout)
+    assert not loaded and version == torch.__version__ and cuda == torch.version.cuda
 
 
 def test_missing_shared_memory_has_a_reason(tmp_path: Path) -> None:

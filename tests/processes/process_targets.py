@@ -111,6 +111,7 @@ def write_much(context: RankContext, lines: int, rest_s: float = 0.0, fails: boo
     for number in range(lines):
         print(f"line {number} " + "x" * 1000, file=sys.stderr)
     print("the last line", file=sys.stderr)
+    context.phase("rest")
     time.sleep(rest_s)
     if fails:
         raise RuntimeError("after the noise")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,8 +18,6 @@ from autoplan.processes.compile_cache import (
     use_own_cache,
 )
 from tests.cases import some
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -111,16 +107,26 @@ def test_what_torch_has_read_already_is_set_too(torchs: Path, monkeypatch: pytes
     assert not settings.cpp_cache_precompile_headers
 
 
-PREPARED = """
-import os
-from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.prepare import prepare
-from benchmarks.soak_workload import workload
-prepare(workload(), TrainingConfig(micro_batch=8, compile="model"))
-print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-"""
+def prepare_here(context: RankContext) -> str:
+    """As in a user's program, to which nobody gave the variable."""
+    from autoplan.strategies.config import TrainingConfig
+    from autoplan.strategies.prepare import prepare
+    from benchmarks.soak_workload import workload
+
+    os.environ.pop(CACHE_VARIABLE, None)
+    prepare(workload(), TrainingConfig(micro_batch=8, compile="model"))
+    return os.environ[CACHE_VARIABLE]
 
 
-def test_a_users_program_compiles_into_it_too(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", PREPARED], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == str(cache_folder()), done.stderr
+@pytest.fixture(scope="module")
+def started_zygote(training_zygote: Zygote) -> Zygote:
+    """In the environment of all tests, before one of them changes its own."""
+    training_zygote.start()
+    return training_zygote
+
+
+def test_a_users_program_compiles_into_it_too(started_zygote: Zygote) -> None:
+    environment = {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    task = Task(target=prepare_here, env=environment, total_deadline_s=120.0)
+    (place,) = started_zygote.run(task).check().results
+    assert place == str(cache_folder())

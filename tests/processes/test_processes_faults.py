@@ -104,7 +104,7 @@ def test_the_default_deadline_and_that_of_the_whole_task(zygote: Zygote) -> None
 
 
 def test_output_without_an_end_does_not_fill_the_disk(zygote: Zygote, tmp_path: Path) -> None:
-    task = Task(target=targets.write_much, args=(40_000, 2.5), directory=tmp_path)
+    task = Task(target=targets.write_much, args=(40_000, 0.5), directory=tmp_path)
     rank = _run_failing(zygote, task)
     assert (tmp_path / "rank0.stderr").stat().st_size < 20 * MIB  # it wrote 40
     assert "the last line" in rank.stderr_tail and "after the noise" in rank.stderr_tail
@@ -117,7 +117,8 @@ def test_a_task_that_ended_leaves_the_last_part_of_its_output(zygote: Zygote, tm
     task = Task(
         target=targets.write_much,
         args=(40_000, 60.0 if late else 0.0, ended is not Ended.FINISHED),
-        total_deadline_s=8.0 if late else 120.0,
+        deadlines_s={"rest": 0.5} if late else {},
+        total_deadline_s=120.0,
         directory=tmp_path,
     )
     report = zygote.run(task)

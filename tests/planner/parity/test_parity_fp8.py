@@ -8,7 +8,7 @@ from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.techniques import fp8 as fp8_module
 from autoplan.strategies.techniques.fp8 import RECIPES, emulated_fp8, selected_linears
-from tests.contracts.parity_contract import check_parity
+from tests.contracts.parity_contract import check_parity, check_parity_of
 from tests.planner.parity import planted
 from tests.planner.parity.planted import failed, seen
 from tests.strategies.tiny import BERT, LLAMA, T5, language
@@ -30,13 +30,21 @@ def differences(parity):
     return {check.name: check.difference for check in parity.checks}
 
 
+def llama():
+    return language(LLAMA)
+
+
+def bert():
+    return language(BERT)
+
+
 def decaying():
     return planted.decaying(LLAMA, max_grad_norm=0.3, weight_decay=0.01)
 
 
-@pytest.mark.parametrize("model", [LLAMA, BERT], ids=["llama", "bert"])
+@pytest.mark.parametrize("model", [llama, bert], ids=["llama", "bert"])
 def test_a_right_run_passes(recipe, model):
-    parity = check_parity(language(model), config(recipe))
+    parity = check_parity_of(model, config(recipe))
     assert parity.passed, parity.failures
     assert parity.changes_numerics and "products in fp8" in differences(parity)
 
@@ -63,14 +71,14 @@ def test_a_model_that_is_sensitive_to_rounding_passes_too(recipe, seed):
     ids=str,
 )
 def test_beside_other_knobs(recipe, knobs):
-    parity = check_parity(language(LLAMA), config(recipe, **knobs))
+    parity = check_parity_of(llama, config(recipe, **knobs))
     assert parity.passed, parity.failures
 
 
 @pytest.mark.slow
 def test_compiled():
     with emulated_fp8():
-        parity = check_parity(language(LLAMA), config("tensorwise", compile="block"))
+        parity = check_parity_of(llama, config("tensorwise", compile="block"))
     assert parity.passed, parity.failures
 
 
@@ -79,16 +87,16 @@ def test_compiled():
 @pytest.mark.parametrize("compiled", ["block", "model"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
 def test_more_that_is_compiled(recipe, compiled, checkpointing):
-    parity = check_parity(language(LLAMA), config(recipe, checkpointing=checkpointing, compile=compiled))
+    parity = check_parity_of(llama, config(recipe, checkpointing=checkpointing, compile=compiled))
     assert parity.passed, parity.failures
 
 
 def test_the_reference_that_rounds_alike_is_nearer_than_one_that_does_not(monkeypatch, recipe):
-    alike = differences(check_parity(language(LLAMA), config(recipe)))
+    alike = differences(check_parity_of(llama, config(recipe)))
     from autoplan.planner.parity import reference
 
     monkeypatch.setattr(reference._Reference, "round_products", lambda self, config: None)
-    exact = differences(check_parity(language(LLAMA), config(recipe)))
+    exact = differences(check_parity(llama(), config(recipe)))
     assert alike["whole gradient, step 1"] < 0.75 * exact["whole gradient, step 1"]
 
 
@@ -108,7 +116,7 @@ IN_THE_RUN = [row for row in planted.IN_ANY_RUN if row[0] not in LLAMA_HAS_NONE]
 @pytest.mark.parametrize(("change", "seen_in"), IN_THE_RUN, ids=lambda value: getattr(value, "__name__", ""))
 def test_planted_in_the_run(monkeypatch, recipe, change, seen_in):
     planted.plant(monkeypatch, change)
-    parity = check_parity(decaying(), config(recipe))
+    parity = check_parity_of(decaying, config(recipe))
     assert not parity.passed
     assert seen_in in (None, *seen(parity)) or change is planted.gradients_never_cleared, parity.failures
 
@@ -146,7 +154,7 @@ def scaled(by, operand):
 @pytest.mark.parametrize("operand", ["output", "gradient"])
 def test_an_operand_that_is_scaled_wrongly(monkeypatch, recipe, by, operand):
     planted.plant(monkeypatch, scaled(by, operand))
-    parity = check_parity(decaying(), config(recipe))
+    parity = check_parity_of(decaying, config(recipe))
     assert "products in fp8" in failed(parity), parity.failures
 
 
@@ -174,7 +182,7 @@ def test_a_layer_with_another_weight(monkeypatch, recipe):
         linear.weight = torch.nn.Parameter(linear.weight.detach().clone())
 
     planted.plant(monkeypatch, copied)
-    assert not check_parity(decaying(), config(recipe)).passed
+    assert not check_parity_of(decaying, config(recipe)).passed
 
 
 def test_the_head_is_never_taken_even_if_it_is_large(recipe):

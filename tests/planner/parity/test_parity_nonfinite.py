@@ -10,7 +10,7 @@ from autoplan.planner.parity.differences import CAP, largest
 from autoplan.planner.parity.recorder import Recorder
 from autoplan.planner.parity.records import CHECK_STEPS, ParityMeasurement
 from autoplan.strategies.config import TrainingConfig
-from tests.contracts.parity_contract import candidate, check_parity, reference
+from tests.contracts.parity_contract import candidate, check_parity, check_parity_of, plain_beside
 from tests.planner.parity import planted
 from tests.planner.parity.planted import OPTIMIZER, failed
 from tests.strategies.tiny import classifier, language
@@ -22,7 +22,7 @@ NAN = float("nan")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_that_leaves_nan_at_the_end_fails(monkeypatch, precision):
     planted.plant(monkeypatch, planted.nan_after_the_last_step)
-    parity = check_parity(language(), TrainingConfig(micro_batch=2, precision=precision))
+    parity = check_parity_of(language, TrainingConfig(micro_batch=2, precision=precision))
     assert not parity.passed and parity.worst_update_difference == CAP
     assert parity.failures[0] == "parameters are not finite after the last step: transformer.wte.weight"
     assert any(text.startswith(f"{OPTIMIZER}: transformer.wte.weight differs by 1e+06") for text in parity.failures)
@@ -35,7 +35,7 @@ def test_the_replay_sees_nan_in_the_last_step_by_itself(monkeypatch):
         honest(self, model, **facts)
         self.stepped[-1][name][0] = NAN
 
-    plain = reference(language(), PLAIN)
+    plain = plain_beside(language, PLAIN)
     monkeypatch.setattr(Recorder, "after_step", spoiled)
     ours = candidate(language(), PLAIN, plain)
     differences = dict(ours.measurement.replay.differences)
@@ -48,7 +48,7 @@ def test_parameters_that_are_kept_as_nan_fail(monkeypatch, parameters):
     """What the step gave in fp32 is right; what is kept of it is not."""
     config = TrainingConfig(micro_batch=2, precision="bf16", parameters=parameters)
     planted.plant(monkeypatch, planted.nan_after_the_last_step)
-    parity = check_parity(language(), config)
+    parity = check_parity_of(language, config)
     assert "rounding of the parameters" in failed(parity)
     assert ("rounding by chance" in failed(parity)) is (parameters == "bf16_stochastic")
 
@@ -61,9 +61,9 @@ def test_moments_that_are_kept_as_nan_fail(monkeypatch):
         planted.around_step(run, lambda: None, planted.in_the_last_step(spoil))
 
     config = TrainingConfig(micro_batch=2, optimizer_state="bf16")
-    assert check_parity(language(), config).passed
+    assert check_parity_of(language, config).passed
     planted.plant(monkeypatch, spoil_moments)
-    assert failed(check_parity(language(), config)) == {"moments as they are kept"}
+    assert failed(check_parity_of(language, config)) == {"moments as they are kept"}
 
 
 def test_running_statistics_that_become_nan_fail(monkeypatch):
@@ -106,7 +106,7 @@ def test_a_plain_run_that_ends_in_nan_is_named_before_anything_else():
 
 
 def test_nan_goes_through_json_and_still_fails(monkeypatch):
-    plain = reference(language(), PLAIN)
+    plain = plain_beside(language, PLAIN)
     planted.plant(monkeypatch, planted.nan_after_the_last_step)
     ours = candidate(language(), PLAIN, plain)
     measured = ours.measurement

@@ -1,12 +1,14 @@
 """Right trainings with parts that are unlike torch's own: none of them is refused."""
 
+import functools
+
 import pytest
 import torch
 
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.step import OwnGradients
-from tests.contracts.parity_contract import check_parity
+from tests.contracts.parity_contract import check_parity, check_parity_of
 from tests.strategies.tiny import classifier, language
 
 
@@ -35,12 +37,22 @@ class OnlyStep:
             group["lr"] *= 0.9
 
 
+@functools.cache
+def language_with(make):
+    """What makes a language model with this optimizer; the same function each time."""
+
+    def build():
+        workload = language()
+        workload.build_optimizer = lambda parameters: make(parameters, lr=1e-3)
+        return workload
+
+    return build
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("make", [SignSGD, torch.optim.Rprop, torch.optim.Adadelta], ids=lambda make: make.__name__)
 def test_an_optimizer_that_hides_nan_in_the_plain_loop_too(make, precision):
-    workload = language()
-    workload.build_optimizer = lambda parameters: make(parameters, lr=1e-3)
-    parity = check_parity(workload, TrainingConfig(micro_batch=2, precision=precision))
+    parity = check_parity_of(language_with(make), TrainingConfig(micro_batch=2, precision=precision))
     assert parity.passed, parity.failures
 
 
@@ -59,21 +71,29 @@ class Secretive(torch.optim.SGD):
         raise RuntimeError("ask the server")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_state_that_cannot_be_saved_is_said(precision):
+def secretive():
     workload = language()
     workload.build_optimizer = lambda parameters: Secretive(parameters, lr=1e-2, momentum=0.9)
-    parity = check_parity(workload, TrainingConfig(micro_batch=2, precision=precision))
+    return workload
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_state_that_cannot_be_saved_is_said(precision):
+    parity = check_parity_of(secretive, TrainingConfig(micro_batch=2, precision=precision))
     assert parity.passed, parity.failures
     assert "the state cannot be saved: RuntimeError: ask the server" in " ".join(parity.not_checked)
+
+
+def sensitive():
+    workload = classifier()
+    workload.build_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.95)
+    return workload
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_training_too_sensitive_for_twelve_steps_is_told_so(precision):
     """What fp32 rounds away is far above what passes in bf16: later steps say nothing of that candidate."""
-    workload = classifier()
-    workload.build_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.95)
-    parity = check_parity(workload, TrainingConfig(micro_batch=2, precision=precision))
+    parity = check_parity_of(sensitive, TrainingConfig(micro_batch=2, precision=precision))
     assert parity.passed, parity.failures
     told = "beside the plain run: the training is too sensitive" in " ".join(parity.not_checked)
     assert told == (precision == "bf16"), parity.not_checked

@@ -15,7 +15,7 @@ from autoplan.planner.parity.reference import TimeLimit, run_reference
 from autoplan.planner.parity.tolerances import tolerance_of
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum
-from tests.contracts.parity_contract import candidate, check_parity, make_check, reference
+from tests.contracts.parity_contract import candidate, check_parity, check_parity_of, make_check, reference
 from tests.planner.parity import planted
 from tests.strategies.tiny import BERT, LLAMA, T5, classifier, language
 
@@ -51,9 +51,9 @@ def indexing_loss(model, batch):
 
 @pytest.mark.parametrize(("loss", "masked"), [(ignoring_loss, True), (indexing_loss, False)])
 def test_labels_are_masked_where_the_loss_leaves_them_out(loss, masked):
-    measurement = reference(labelled(loss), PLAIN).measurement
-    assert measurement.has_labels and measurement.labels_masked is masked
-    parity = check_parity(labelled(loss), PLAIN)
+    plain = reference(labelled(loss), PLAIN)
+    assert plain.measurement.has_labels and plain.measurement.labels_masked is masked
+    parity = compare(plain, [candidate(labelled(loss), PLAIN, plain)], PLAIN)
     assert parity.passed, parity.failures
     assert ("counting the same" in parity.note) is not masked
 
@@ -177,19 +177,25 @@ def in_bf16():
 
 
 def test_a_bf16_model_passes_and_a_wrong_scale_in_it_does_not(monkeypatch):
-    parity = check_parity(in_bf16(), PLAIN)
+    parity = check_parity_of(in_bf16, PLAIN)
     assert parity.passed and parity.worst_gradient_error > 1e-3, "the tolerance of fp32 would be wrong"
     planted.plant(monkeypatch, planted.gradients_too_large)
-    assert not check_parity(in_bf16(), PLAIN).passed
+    assert not check_parity_of(in_bf16, PLAIN).passed
+
+
+def bert():
+    return language(BERT)
+
+
+def normed():
+    return classifier(norm=True, fixed_micro_batch=4)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_gradients_that_cancel_raise_no_alarm(precision):
-    parity = check_parity(language(BERT), TrainingConfig(micro_batch=2, precision=precision))
+    parity = check_parity_of(bert, TrainingConfig(micro_batch=2, precision=precision))
     assert parity.passed, parity.failures
-    parity = check_parity(
-        classifier(norm=True, fixed_micro_batch=4), TrainingConfig(micro_batch=4, precision=precision)
-    )
+    parity = check_parity_of(normed, TrainingConfig(micro_batch=4, precision=precision))
     assert parity.passed, parity.failures
 
 
@@ -211,8 +217,7 @@ def test_steps_that_loss_scaling_skips_leave_running_statistics_alone(monkeypatc
         run.optimizer_step = optimizer_step
 
     planted.plant(monkeypatch, scale_high)
-    workload = classifier(norm=True, fixed_micro_batch=4)
-    parity = check_parity(workload, TrainingConfig(micro_batch=4, precision="fp16"))
+    parity = check_parity_of(normed, TrainingConfig(micro_batch=4, precision="fp16"))
     assert skipped[0] and not all(skipped)
     assert "buffers" in {check.name for check in parity.checks}
     assert parity.passed, parity.failures

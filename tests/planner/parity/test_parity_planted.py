@@ -16,7 +16,7 @@ from tests.cases import some
 from tests.contracts.parity_contract import candidate, check_parity, check_parity_of, plain_beside, reference
 from tests.planner.parity import planted
 from tests.planner.parity.planted import OPTIMIZER, clipped, decaying, failed, seen
-from tests.strategies.tiny import GPT2, LLAMA, classifier, language
+from tests.strategies.tiny import LLAMA, classifier, language
 
 
 @pytest.fixture(params=some(["fp32", "bf16"], ["bf16"]))  # what the wider tolerance sees, the narrower sees too
@@ -66,12 +66,16 @@ def test_planted_in_the_run(monkeypatch, config, change, seen_in):
     assert seen_in is None or seen_in in seen(parity), parity.failures
 
 
+def loosely_clipped():
+    return language(max_grad_norm=1e3)
+
+
 def test_clipping_that_does_not_bind_is_checked_on_scaled_gradients(monkeypatch):
     config = TrainingConfig(micro_batch=2)
-    parity = check_parity(language(max_grad_norm=1e3), config)
+    parity = check_parity_of(loosely_clipped, config)
     assert parity.passed and "clipping did not bind by itself" in parity.note
     planted.plant(monkeypatch, planted.clipping_never_applied)
-    parity = check_parity(language(max_grad_norm=1e3), config)
+    parity = check_parity_of(loosely_clipped, config)
     assert "gradients after clipping" in failed(parity)
 
 
@@ -90,13 +94,17 @@ def test_a_schedule_that_does_not_move_in_the_first_steps(monkeypatch):
     assert parity.failures == ("the schedule was stepped 0 times, not 12",)
 
 
+def llama():
+    return language(LLAMA)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_only_the_first_chunk_of_the_fused_loss(monkeypatch, precision):
     config = TrainingConfig(micro_batch=2, loss="fused", precision=precision)
-    parity = check_parity(language(LLAMA), config)
+    parity = check_parity_of(llama, config)
     assert parity.passed and "in chunks of 21 rows" in parity.note
     planted.first_chunk_alone(monkeypatch)
-    assert not check_parity(language(LLAMA), config).passed
+    assert not check_parity_of(llama, config).passed
 
 
 def test_only_the_first_chunk_at_the_own_length(monkeypatch):
@@ -106,10 +114,10 @@ def test_only_the_first_chunk_at_the_own_length(monkeypatch):
         return language({**LLAMA, "max_position_embeddings": 256}, length=192)
 
     config = TrainingConfig(micro_batch=2, loss="fused", precision="bf16")
-    parity = check_parity(long(), config)
+    parity = check_parity_of(long, config)
     assert parity.passed and "in chunks of 64 rows" in parity.note
     planted.first_chunk_alone(monkeypatch)
-    assert "gradient scale, own length" in failed(check_parity(long(), config))
+    assert "gradient scale, own length" in failed(check_parity_of(long, config))
 
 
 def test_clipping_does_not_reach_what_was_recorded():
@@ -134,11 +142,15 @@ def mean_of_means(self, micro, divisor, *, sync):
     return total.detach(), count.detach().float()
 
 
-def test_mean_of_means_of_a_workload_that_does_not_count_ahead(monkeypatch):
+def uncounted():
     workload = language()
     workload.count = None
+    return workload
+
+
+def test_mean_of_means_of_a_workload_that_does_not_count_ahead(monkeypatch):
     config = TrainingConfig(micro_batch=2)
-    assert check_parity(workload, config).passed
+    assert check_parity_of(uncounted, config).passed
 
     def micro_step(self, micro, divisor, *, sync):
         total, count = self._build.module(micro)
@@ -147,7 +159,7 @@ def test_mean_of_means_of_a_workload_that_does_not_count_ahead(monkeypatch):
 
     monkeypatch.setattr(TrainingRun, "_uniform", 6 * 31, raising=False)
     monkeypatch.setattr(TrainingRun, "micro_step", micro_step)
-    assert not check_parity(workload, config).passed
+    assert not check_parity_of(uncounted, config).passed
 
 
 @pytest.mark.parametrize("kept", [1, 2])
@@ -219,7 +231,7 @@ def test_missing_loss_scale_of_fp16(monkeypatch):
                 parameter.grad.mul_(self.get_scale())
 
     monkeypatch.setattr(torch.amp.GradScaler, "unscale_", forgetful)
-    assert not check_parity(language(), TrainingConfig(micro_batch=2, precision="fp16")).passed
+    assert not check_parity_of(language, TrainingConfig(micro_batch=2, precision="fp16")).passed
 
 
 def test_wrong_learning_rate_of_a_rebuilt_optimizer(monkeypatch):
@@ -233,7 +245,7 @@ def test_wrong_learning_rate_of_a_rebuilt_optimizer(monkeypatch):
         return made
 
     monkeypatch.setattr(optimizer_module, "rebuild", slower)
-    parity = check_parity(language(), TrainingConfig(micro_batch=2, optimizer_step="foreach"))
+    parity = check_parity_of(language, TrainingConfig(micro_batch=2, optimizer_step="foreach"))
     assert not parity.passed
     assert parity.worst_gradient_difference < parity.tolerance
     assert {"parameter groups", OPTIMIZER} <= failed(parity)
@@ -245,11 +257,11 @@ def test_recomputation_that_draws_other_masks(monkeypatch):
 
     honest = module.checkpoint_wrapper
     config = TrainingConfig(micro_batch=2, checkpointing="full")
-    assert check_parity(language(), config).passed
+    assert check_parity_of(language, config).passed
     monkeypatch.setattr(
         module, "checkpoint_wrapper", lambda *args, **rest: honest(*args, **{**rest, "preserve_rng_state": False})
     )
-    assert failed(check_parity(language(), config)) == {"gradients, dropout on"}
+    assert failed(check_parity_of(language, config)) == {"gradients, dropout on"}
 
 
 def test_a_schedule_that_starts_at_zero_is_stepped_until_something_changes():
@@ -291,5 +303,5 @@ def test_contrastive_loss_is_not_additive():
 
 
 def test_counts_differ_between_micro_batches():
-    parity = check_parity(language(GPT2), TrainingConfig(micro_batch=2))
+    parity = check_parity_of(language, TrainingConfig(micro_batch=2))
     assert "counting the same" not in parity.note

@@ -372,6 +372,21 @@ def test_under_a_load_that_lasts_each_look_counts_and_nothing_is_claimed(searche
     assert world.orders[0].remeasure > 0 and world.orders[-1].remeasure == 0, "nor is the load waited for"
 
 
+@pytest.mark.parametrize(("disturbed", "more"), [(None, False), (LOAD, True)])
+def test_under_a_load_no_time_is_kept_for_rounds_that_could_claim_nothing(
+    searches: Searches, disturbed: str | None, more: bool
+):
+    world = World(
+        seconds=lambda config: 8 * usual_s(config),
+        check_s=8.0,
+        fate=lambda order, before: {"disturbed": disturbed},
+    )
+    plan = plan_of(searches.search(world, budget=60.0))
+    assert plan.parity.passed and plan.config != PLAIN and plan.claim.claimed is not more
+    looks = {config for purpose, config, _ in world.made if purpose in ("search", "reference")}
+    assert (len(looks) > 2) is more and ("claim" in world.purposes()) is not more
+
+
 def test_a_look_that_a_bound_puts_behind_the_leader_is_stopped_with_a_lower_bound(searches: Searches):
     world = World(predicted=lambda config: 0.2, candidates=CANDIDATES[::2])
     found = searches.search(world)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoplan.planner.records.trials import Interval, Outcome, Trial, Window, WorkLine
-from autoplan.planner.search.candidate_model import CandidateModel
+from autoplan.planner.records.trials import RECOMPILED, Interval, Outcome, Trial, Window, WorkLine
+from autoplan.planner.search.candidate_model import CandidateModel, next_looks
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.state import check_s
 from autoplan.planner.search.trial_cost import (
@@ -216,31 +216,42 @@ BUSY = Window(seconds=1.0, others_cpu_share=0.5, disturbed="other work took 50 %
 THREADS = [TrainingConfig(micro_batch=size, threads=count) for size in (1, 2) for count in (None, 1, 2)]
 
 
-def test_numbers_of_threads_wait_while_other_work_disturbs_each_trial():
-    model = CandidateModel(THREADS)
-    own = np.array([config.threads is None for config in THREADS])
-    model.observe(trial_of(THREADS[0], window=BUSY))
+def next_configs(model: CandidateModel) -> list[TrainingConfig]:
     now = model.assess()
-    assert not now.untried[~own].any() and now.untried[3], "but not those with torch's own number"
-    model.observe(trial_of(THREADS[3], number=1, window=Window(seconds=1.0)))
-    assert model.assess().untried.tolist() == [True, True, True, False, True, True], "a disturbed look is void"
+    return [config for config, wanted in zip(model.candidates, next_looks(now)[1], strict=True) if wanted]
+
+
+def test_numbers_of_threads_are_looked_at_last_while_other_work_disturbs_each_trial():
+    model = CandidateModel(THREADS)
+    model.observe(trial_of(THREADS[0], window=BUSY))
+    assert {config.threads for config in next_configs(model)} == {None}
+    model.observe(trial_of(THREADS[0], number=1, window=BUSY))
+    model.observe(trial_of(THREADS[3], number=2, window=BUSY))
+    assert {config.threads for config in next_configs(model)} == {1, 2}, "no other is left"
+    model.observe(trial_of(THREADS[3], number=3, window=Window(seconds=1.0)))
+    assert {config.threads for config in next_configs(model)} == {1, 2}, "and the load is over"
+    itself = Window(seconds=1.0, disturbed=f"{RECOMPILED} while it was measured")
+    other = CandidateModel(THREADS)
+    other.observe(trial_of(THREADS[0], window=itself))
+    assert {config.threads for config in next_configs(other)} == {None, 1, 2}, "no other work"
 
 
 def test_a_number_of_threads_that_ran_only_beside_other_work_is_no_plan():
     model = CandidateModel(THREADS)
     model.observe(trial_of(THREADS[0], seconds=2.0, window=Window(seconds=1.0)))
     model.observe(trial_of(THREADS[1], number=1, seconds=1.0, window=BUSY))
-    assert model.best_trial().config == THREADS[0]
+    assert model.best_trial().config == THREADS[0] and model.hanging == [THREADS[1]]
     model.observe(trial_of(THREADS[1], number=2, seconds=1.5, window=Window(seconds=1.0)))
-    assert model.best_trial().config == THREADS[1]
+    assert model.best_trial().config == THREADS[1] and not model.hanging
 
 
-def test_a_number_of_threads_that_the_user_fixed_waits_for_nothing():
-    fixed = [config for config in THREADS if config.threads == 1]
-    model = CandidateModel(fixed)
-    model.observe(trial_of(fixed[0], window=BUSY))
-    assert model.assess().untried.tolist() == [True, True], "the disturbed one is looked at again"
-    assert model.best_trial().config == fixed[0]
+@pytest.mark.parametrize("counts", [{1}, {1, 2}])
+def test_where_the_user_chose_numbers_of_threads_none_of_them_hangs_on_the_load(counts: set[int]):
+    chosen = [config for config in THREADS if config.threads in counts]
+    model = CandidateModel(chosen)
+    model.observe(trial_of(chosen[0], window=BUSY))
+    assert len(next_configs(model)) > 0 and not model.hanging
+    assert model.best_trial().config == chosen[0]
 
 
 def test_what_several_ranks_take_to_start_is_known_after_their_first_trial():

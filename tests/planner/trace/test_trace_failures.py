@@ -16,7 +16,7 @@ from autoplan.planner.trace.model_profile import PLAIN, TraceRequest, VariantKey
 from autoplan.planner.trace.rough_profile import rough_variant, with_rough_variants
 from autoplan.planner.trace.trace import TraceLimits, trace_profile
 from autoplan.probes.run import read_host_profile
-from autoplan.processes import ProcessReport, Zygote
+from autoplan.processes import ProcessReport, Zygote, cause
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.inspect import inspect_workload
 from autoplan.strategies.workloads.objects import spec_from_objects, workload_from_objects
@@ -325,20 +325,22 @@ class Crashing(nn.Module):
         return self.layer(crashes(inputs))
 
 
-def test_an_operation_that_crashes_by_itself_costs_the_times_and_not_the_trace(tmp_path: Path) -> None:
+def test_an_operation_that_crashes_by_itself_costs_the_times_and_not_the_trace(
+    tmp_path: Path, training_zygote: Zygote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As an attention kernel did on a GPU, whose seed was made up."""
+    monkeypatch.setattr(cause, "PAUSE_S", 0.05)
     spec = spec_from_objects(make_workload(Crashing))
     lost: list[ProcessReport] = []
-    with Zygote() as zygote:
-        found = trace_profile(
-            spec,
-            device="cpu",
-            zygote=zygote,
-            hardware=make_hardware(),
-            cache_dir=tmp_path,
-            limits=TraceLimits(timing_budget_s=5.0),
-            on_attempt=lost.append,
-        )
+    found = trace_profile(
+        spec,
+        device="cpu",
+        zygote=training_zygote,
+        hardware=make_hardware(),
+        cache_dir=tmp_path,
+        limits=TraceLimits(timing_budget_s=5.0),
+        on_attempt=lost.append,
+    )
     assert [report.first_failure.signal for report in lost if report.first_failure] == [signal.SIGSEGV]
     assert found.method == "traced" and not found.rough_variants
     assert all(group.measured_s is None for group in found.variants[PLAIN.text()].groups)

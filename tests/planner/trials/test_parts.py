@@ -17,7 +17,7 @@ from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.search.preload import PRELOAD
 from autoplan.planner.trials.parts import EndedRun, Part, Parts, by_place, equal_shares, on_part, split
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
-from autoplan.processes import Progress, StopTask, Zygote
+from autoplan.processes import Progress, StopTask, Zygote, cause
 from autoplan.strategies.config import TrainingConfig
 from tests.planner.trials.runs import make_runner
 from tests.recorded import make_hardware, make_trial
@@ -185,7 +185,8 @@ def test_closing_gives_back_what_had_ended():
 
 @two_cores
 @pytest.mark.slow
-def test_a_zygote_that_is_killed_costs_its_own_run_alone(tmp_path: Path):
+def test_a_zygote_that_is_killed_costs_its_own_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cause, "PAUSE_S", 0.05)  # before the run that was killed is run again
     cores = equal_shares(CORES, 2)
     places = [Part(number=i, cores=frozenset(share)) for i, share in enumerate(cores)]
     zygotes = [Zygote(preload=PRELOAD, env={"OMP_NUM_THREADS": "1"}) for _ in places]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,11 @@ from tests.planner.trials.runs import make_runner
 COUNTED_S = 1.0
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote(preload=("torch", "autoplan.planner.trials.worker", "autoplan.strategies.prepare")) as zygote:
-        yield zygote
+@pytest.fixture
+def zygote(training_zygote: Zygote) -> Zygote:
+    """It runs: what it imports is no part of a deadline."""
+    training_zygote.start()
+    return training_zygote
 
 
 CHILD = """

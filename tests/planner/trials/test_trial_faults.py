@@ -13,11 +13,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.trials.measure import ToBeat
 from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner, classify_exception
-from autoplan.processes import Zygote
+from autoplan.processes import Zygote, cause
 from autoplan.strategies.config import TrainingConfig
 from tests.planner.trials.runs import make_runner
 
-HANG_DEADLINE_S = 3.0
+HANG_DEADLINE_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a trial that something outside ended is run again."""
+    monkeypatch.setattr(cause, "PAUSE_S", 0.05)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """What each technique does to a model: kernels of the fused loss, checkpointing, compile, optimizer forms, threads."""
 
 import dataclasses
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoplan.errors import ConfigError, WorkloadError
+from autoplan.processes import Task
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.inspect import build_on_meta, inspect_workload, read_inspection, run_inspect_rank
@@ -270,7 +269,7 @@ def test_segments_grow_before_the_model_is_built(monkeypatch):
     assert order == ["segments", "model"]
 
 
-def test_expandable_segments_are_a_setting_of_cuda_that_torch_takes_while_it_runs():
+def test_expandable_segments_are_a_setting_of_cuda_that_torch_takes_while_it_runs(training_zygote):
     """Without a GPU: which device has them, and that torch's own parser takes the text."""
     structure = find_structure(language().build_model())
     offered = {
@@ -280,14 +279,13 @@ def test_expandable_segments_are_a_setting_of_cuda_that_torch_takes_while_it_run
     assert "expandable" not in offered["cpu"] and offered["cuda"] == ("own", "expandable")
     with pytest.raises(ConfigError, match="setting of torch's CUDA allocator; this run is on cpu"):
         prepare(language(), PLAIN.model_copy(update={"allocator": "expandable"}))
-    script = (
-        "import torch\n"
-        "from autoplan.strategies.techniques.allocator import expand_segments\n"
-        "expand_segments()\n"
-        "print(torch._C._accelerator_getAllocatorSettings())\n"
-    )
-    read = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "expandable_segments:True" in read.stdout
+
+    def expanded(context) -> str:
+        allocator.expand_segments()
+        return torch._C._accelerator_getAllocatorSettings()
+
+    (settings,) = training_zygote.run(Task(target=expanded, total_deadline_s=60.0)).check().results
+    assert "expandable_segments:True" in settings
 
 
 def test_tf32_is_set_so_that_compile_can_still_ask(monkeypatch):
