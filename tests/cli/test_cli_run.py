@@ -34,10 +34,10 @@ import autoplan
 def say(facts):  # in one piece: two ranks write at once
     os.write(1, (json.dumps(facts) + "\\n").encode())
 
-plan = autoplan.current_plan()
+plan = None if "wait" in sys.argv else autoplan.current_plan()  # seconds of imports, for nothing there
 rank = os.environ.get("RANK", "0")
 names = ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "WORLD_SIZE", "LD_PRELOAD")
-facts = {"rank": rank, "pid": os.getpid(), "argv": sys.argv[1:], "plan": plan.config.describe()}
+facts = {"rank": rank, "pid": os.getpid(), "argv": sys.argv[1:], "plan": plan and plan.config.describe()}
 facts |= {"env": {name: os.environ[name] for name in names if name in os.environ}}
 if "spawn" in sys.argv:  # in a session of its own, where no signal to a group reaches it
     facts["child"] = subprocess.Popen(["sleep", "300"], start_new_session=True).pid
