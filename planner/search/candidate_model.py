@@ -203,8 +203,9 @@ class CandidateModel:
     def hangs_on_load(self, config: TrainingConfig) -> bool:
         """Whether a number of threads ran only beside other work: it suits that work, and is no plan without it.
 
-        Beside a process that kept one of two cores busy a GPT-2 with one thread ran at 1.34 times the speed of the plain
-        run with two; once that process had ended, at 0.81 times. Where no candidate has torch's own number, the user chose.
+        Beside a process that kept one of two cores busy a GPT-2 with one thread ran at 1.34 times the speed of the
+        plain run with two; once that process had ended, at 0.81 times. Where no candidate has torch's own number, the
+        user chose.
         """
         return not self._sets_threads.all() and self._had_quiet.get(config) is False
 
