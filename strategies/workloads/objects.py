@@ -6,12 +6,12 @@ import base64
 import copy
 import dataclasses
 import functools
+import io
 import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import nn
 
@@ -25,7 +25,7 @@ from autoplan.strategies.workloads.fingerprint import fingerprints_of
 from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss, count_labels
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
-from autoplan.strategies.workloads.pickling import dumps
+from autoplan.strategies.workloads.pickling import dumps, load
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
 from autoplan.strategies.workloads.user_errors import refuse_lazy
 from autoplan.strategies.workloads.workload import LossSum, Workload
@@ -292,8 +292,8 @@ def unpack_objects(payload: str, what: str) -> Any:
     try:
         if kind == "file":
             with open(text, "rb") as file:  # not as bytes first, which would take as much memory again
-                return cloudpickle.load(file)
-        return cloudpickle.loads(base64.b64decode(text))
+                return load(file)
+        return load(io.BytesIO(base64.b64decode(text)))
     except Exception as error:
         raise WorkloadError(
             f"{what} do not load in another process: {type(error).__name__}: {error}",

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
-from typing import Any
+import sys
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import IO, Any
 
 import cloudpickle
 from torch import nn
@@ -12,7 +16,7 @@ from torch.nn.utils import parametrize
 
 
 def dumps(objects: Any) -> bytes:
-    """Pickles objects; functions and classes of a script too. `pickle.loads` reads them.
+    """Pickles objects; functions and classes of a script too. `load` reads them in another process.
 
     Raises:
         Exception: whatever an object raises that cannot be pickled.
@@ -22,6 +26,18 @@ def dumps(objects: Any) -> bytes:
         return file.getvalue()
 
 
+def load(file: IO[bytes]) -> Any:
+    """The objects that `dumps` or cloudpickle pickled.
+
+    The globals of a script's functions become a module of this process: `torch.compile` looks them up by the name of
+    their module, and in this process `__main__` is another program.
+
+    Raises:
+        Exception: whatever an object raises that does not load here.
+    """
+    return _Unpickler(file).load()
+
+
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
@@ -29,6 +45,37 @@ class _Pickler(cloudpickle.Pickler):
             names = [name for name, _ in obj.get_submodule("parametrizations").named_children()]
             return _new, made, (obj.__dict__, names), None, None, _fill
         return super().reducer_override(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._modules: dict[int, tuple[dict[str, Any], ModuleType]] = {}  # by the id of the pickled globals
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return self._in_module(found) if found is cloudpickle.cloudpickle._make_function else found
+
+    def _in_module(self, make: Callable[..., FunctionType]) -> Callable[..., FunctionType]:
+        def make_function(code: Any, names: dict[str, Any], *rest: Any) -> FunctionType:
+            name = names.get("__name__")
+            if name == "__main__" or name not in sys.modules:
+                if id(names) not in self._modules:
+                    self._modules[id(names)] = names, _new_module(names)
+                names = vars(self._modules[id(names)][1])
+            return make(code, names, *rest)
+
+        return make_function
+
+
+_numbers = itertools.count()
+
+
+def _new_module(names: dict[str, Any]) -> ModuleType:
+    module = ModuleType(f"script_of_another_process_{next(_numbers)}")
+    vars(module).update({name: value for name, value in names.items() if name != "__name__"})
+    sys.modules[module.__name__] = module
+    return module
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:

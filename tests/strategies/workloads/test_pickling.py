@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from autoplan.strategies.workloads.pickling import dumps
+from autoplan.strategies.workloads.pickling import dumps, load
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,31 @@ def test_a_parametrized_module_travels_and_trains_on_as_it_would_have(register) 
     assert losses[0] == losses[1] and losses[0][0] != losses[0][2]
     assert arrived[0].state_dict().keys() == model.state_dict().keys()
     pickle.loads(dumps(arrived[0]))
+
+
+SCRIPT = """
+import torch
+
+SCALE = 2.0
+
+def scaled(x):
+    return torch.tanh(x) * SCALE
+
+def set_scale(value):
+    global SCALE
+    SCALE = value
+"""
+
+
+def test_functions_of_a_script_compile_in_another_process() -> None:
+    """torch.compile looks their globals up by the name of their module, which is another program's `__main__` there."""
+    script = {"__name__": "__main__"}
+    exec(SCRIPT, script)
+    scaled, set_scale = load(io.BytesIO(dumps((script["scaled"], script["set_scale"]))))
+    compiled = torch.compile(lambda x: scaled(x) + 1.0, backend="eager")
+    x = torch.ones(3)
+    assert torch.equal(compiled(x), torch.tanh(x) * 2.0 + 1.0)
+    set_scale(5.0)
+    assert torch.equal(compiled(x), torch.tanh(x) * 5.0 + 1.0), "one set of globals for all functions of the script"
+    (again,) = load(io.BytesIO(dumps((scaled,))))
+    assert torch.equal(torch.compile(lambda x: again(x), backend="eager")(x), torch.tanh(x) * 5.0)
