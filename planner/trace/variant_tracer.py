@@ -7,6 +7,7 @@ equal blocks, models with two and with three blocks per stack are recorded, and 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -152,6 +153,8 @@ class VariantTracer:
         self.device = device
         self.mode = mode
         self.models = TruncatedModels(workload, device, mode)
+        # An optimizer that was given as an instance is made over the whole model alone. No recording takes its step.
+        self._of_truncated = dataclasses.replace(workload, build_optimizer=torch.optim.AdamW, build_schedule=None)
         smallest = workload.fixed_micro_batch or 2
         self.samples = (smallest, 2 * smallest)
         self.num_blocks: int | None = None
@@ -164,7 +167,8 @@ class VariantTracer:
         """One micro-step of a variant, at the small (which=0) or the large (which=1) micro-batch."""
         if (key, depth, which) not in self._recordings:
             model = self.models.copy(depth)
-            recording = record_step(self.workload, self.device, key, model, self.samples[which], self.mode)
+            workload = self.workload if depth is None else self._of_truncated
+            recording = record_step(workload, self.device, key, model, self.samples[which], self.mode)
             self._recordings[key, depth, which] = recording
         return self._recordings[key, depth, which]
 

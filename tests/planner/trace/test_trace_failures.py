@@ -20,7 +20,7 @@ from autoplan.processes import ProcessReport, Zygote, cause
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.inspect import inspect_workload
 from autoplan.strategies.workloads.objects import spec_from_objects, workload_from_objects
-from autoplan.strategies.workloads.sources import make_spec
+from autoplan.strategies.workloads.sources import load_workload, make_spec
 from autoplan.strategies.workloads.workload import LossSum, Workload
 from tests.recorded import make_hardware
 from tests.strategies.tiny import GPT2, language
@@ -163,6 +163,27 @@ def test_a_trace_leaves_the_users_config_alone() -> None:
     profile = profile_workload(workload, "cpu", identity="shared", request=TraceRequest(variants=(PLAIN,)))
     assert config.num_hidden_layers == 6 and profile.num_blocks == 6
     assert "the blocks differ" not in " ".join(profile.notes)
+
+
+def test_a_model_whose_optimizer_is_an_instance_is_traced_at_two_depths() -> None:
+    """Such an optimizer is made over the whole model alone, with a weight decay for matrices, say."""
+    blocks = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(6))
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Sequential(*blocks), nn.Linear(8, 16))
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
+        total = nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten(), reduction="sum")
+        return LossSum(total, batch.numel())
+
+    spec = spec_from_objects(
+        model=model,
+        make_batch=lambda count, index: torch.randint(1, 16, (count, 4)),
+        loss=loss,
+        optimizer=torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors}], lr=1e-3),
+        global_batch=8,
+    )
+    profile = profile_workload(load_workload(spec), "cpu", identity="given", request=TraceRequest(variants=(PLAIN,)))
+    assert profile.num_blocks == 6 and "the blocks differ" not in " ".join(profile.notes)
 
 
 def test_a_batch_function_that_reads_values_is_run_for_real() -> None:
