@@ -191,9 +191,11 @@ def compare(
 def is_no_gain(comparison: Comparison) -> bool:
     """Whether the rounds of a claim put the candidate below the reference, or within noise of it.
 
-    Rounds that were disturbed say neither; nor do runs of the choice.
+    Rounds that were disturbed do not say that it is within noise; nor do runs of the choice. But what ran slower in
+    them than the reference is no gain, whatever is expected of it.
     """
-    return comparison.claim.why_not in (SLOWER, NOT_TOLD_APART) and bool(comparison.candidate.counted)
+    within_noise = comparison.claim.why_not in (SLOWER, NOT_TOLD_APART) and bool(comparison.candidate.counted)
+    return within_noise or comparison.speedup.median < 1.0
 
 
 def drift(comparison: Comparison) -> str | None:

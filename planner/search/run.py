@@ -414,8 +414,8 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
     if against is not None and is_no_gain(against) and session.objective.name == "throughput" and fallback is not None:
         ratio = against.speedup
         session.note(
-            f"{leader.config.describe()} was the fastest in the choice; side by side with the plain run it ran at "
-            f"{ratio.median:.3g} times its speed ({ratio.low:.3g} to {ratio.high:.3g}): the plan is the plain run"
+            f"{leader.config.describe()} led the search; compared with the plain run it ran at {ratio.median:.3g} "
+            f"times its speed ({ratio.low:.3g} to {ratio.high:.3g}): the plan is the plain run"
         )
         leader = fallback
     parity = PLAIN_PARITY if session.is_given(leader.config) else session.store.parity_of(leader.config)

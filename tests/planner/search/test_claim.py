@@ -332,6 +332,14 @@ def test_what_the_rounds_put_below_the_plain_run_or_within_noise_of_it_is_no_gai
     assert not only_looks.claim.claimed and not is_no_gain(only_looks), "runs of the choice say neither"
 
 
+def test_what_ran_slower_than_the_plain_run_is_no_gain_whatever_is_expected_of_it():
+    """On an H100 beside other work the plan was a compiled one that had run at 0.86 times the plain run's speed."""
+    loud = Window(seconds=1.0, disturbed=LOAD)
+    for seconds, no_gain in ((1.16, True), (0.9, False)):
+        looks = [a_trial(0, "baseline", BASE, 1.0), a_trial(1, "search", OTHERS[0], seconds, window=loud)]
+        assert is_no_gain(compare_of(looks)) == no_gain
+
+
 # Rounds that go wrong.
 
 
