@@ -414,8 +414,9 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
     if against is not None and is_no_gain(against) and session.objective.name == "throughput" and fallback is not None:
         ratio = against.speedup
         session.note(
-            f"{leader.config.describe()} led the search; compared with the plain run it ran at {ratio.median:.3g} "
-            f"times its speed ({ratio.low:.3g} to {ratio.high:.3g}): the plan is the plain run"
+            f"{leader.config.describe()} led the search; {'side by side' if against.candidate.counted else 'compared'} "
+            f"with the plain run it ran at {ratio.median:.3g} times its speed ({ratio.low:.3g} to {ratio.high:.3g}): "
+            "the plan is the plain run"
         )
         leader = fallback
     parity = PLAIN_PARITY if session.is_given(leader.config) else session.store.parity_of(leader.config)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PROFILE_VERSION = 8
+PROFILE_VERSION = 9
+IN_FUSED_LOSS = "fused loss: "
+"""Before the names of operations between the products of the fused loss, which are one compiled kernel on CUDA."""
 
 Samples = TypeVar("Samples", float, "NDArray[np.float64]")
 Kind = Literal["matmul", "attention", "convolution", "memory"]

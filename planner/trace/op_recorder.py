@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from autoplan.planner.trace.model_profile import Kind
+from autoplan.planner.trace.model_profile import IN_FUSED_LOSS, Kind
 
 aten = torch.ops.aten
 
@@ -109,6 +109,7 @@ class OpRecorder(TorchDispatchMode):
         self.gradient_bytes = 0
         self.part = "forward"
         self._in_backward = False
+        self._prefix = ""
         self._seen: dict[int, weakref.ref[Any]] = {}
 
     @classmethod
@@ -145,6 +146,19 @@ class OpRecorder(TorchDispatchMode):
         self.recording.peaks[self.part] = (max(with_gradients, now), max(without, now - self.gradient_bytes))
 
     # Operations.
+
+    def mark_fused_loss(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose operations are recorded as those of the fused loss that lie between its products."""
+
+        @functools.wraps(function)
+        def marked(*args: Any) -> Any:
+            self._prefix = IN_FUSED_LOSS
+            try:
+                return function(*args)
+            finally:
+                self._prefix = ""
+
+        return marked
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # more than half of all that is dispatched under fake tensors
@@ -189,7 +203,7 @@ class OpRecorder(TorchDispatchMode):
             flops = _attention_flops(name, inputs)
         self.recording.operations.append(
             Operation(
-                name=name,
+                name=self._prefix + name,
                 kind=kind,
                 phase="backward" if self._in_backward else "forward",
                 dtype="float32" if kind == "memory" or not inputs else str(inputs[0].dtype).removeprefix("torch."),

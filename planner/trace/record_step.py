@@ -19,6 +19,7 @@ from autoplan.planner.trace.op_recorder import OpRecorder, Recording, in_backwar
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
+from autoplan.strategies.techniques.loss_kernels import watch_loss_of_logits
 from autoplan.strategies.workloads.batch import Batch, know_containers
 from autoplan.strategies.workloads.workload import Workload
 
@@ -92,7 +93,7 @@ def record_step(
         _mark_parts(recorder, blocks)
         divisor = torch.tensor(1.0, device=device)
         try:
-            with recorder:
+            with watch_loss_of_logits(recorder.mark_fused_loss), recorder:
                 run.micro_step(batch, divisor, sync=True)
         finally:
             for hook in hooks:

@@ -212,6 +212,20 @@ def loss_of_logits(
     return total, gradient
 
 
+_watch: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+@contextlib.contextmanager
+def watch_loss_of_logits(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Has every fused loss of this process call `around(loss_of_logits)` in its place: a trace marks what is in it."""
+    global _watch
+    before, _watch = _watch, around(loss_of_logits)
+    try:
+        yield
+    finally:
+        _watch = before
+
+
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Adds left @ right to a total in fp32, in place.
 
@@ -277,7 +291,9 @@ class _Precomputed(torch.autograd.Function):
         for rows, classes in zip(hidden.split(rows_at_once), targets.split(rows_at_once), strict=True):
             rows = rows.to(dtype)
             if part is None:
-                loss, gradient = loss_of_logits(F.linear(rows, low_weight, low_bias), classes, vocabulary, cap)
+                head_of_rows = F.linear(rows, low_weight, low_bias)
+                loss, gradient = (loss_of_logits if _watch is None else _watch)(head_of_rows, classes, vocabulary, cap)
+                del head_of_rows
             else:
                 head = (rows, low_weight.t()) if low_bias is None else (low_bias, rows, low_weight.t())
                 (torch.mm if low_bias is None else torch.addmm)(*head, out=logits[: len(rows)])
@@ -290,6 +306,7 @@ class _Precomputed(torch.autograd.Function):
                 add_product(weight_gradient, low_gradient.t()[:vocabulary], rows)
             if bias_gradient is not None:
                 bias_gradient += gradient[:, :vocabulary].sum(0, dtype=torch.float32)
+            del gradient, low_gradient  # before the next chunk has its own
         saved = (torch.cat(hidden_gradients), weight_gradient.to(weight.dtype))
         ctx.save_for_backward(*saved, *(() if bias_gradient is None else (bias_gradient,)))
         return total

@@ -31,7 +31,7 @@ from autoplan.planner.cost.step import step_seconds
 from autoplan.planner.cost.traced.candidates import FP8, Candidates
 from autoplan.planner.cost.traced.memory import profile_size, profile_widths, traced_offload
 from autoplan.planner.cost.traced.rates import Rates, is_aligned
-from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, VariantKey, VariantProfile
+from autoplan.planner.trace.model_profile import IN_FUSED_LOSS, ModelProfile, OperationGroup, VariantKey, VariantProfile
 from autoplan.strategies.techniques.sizes import RECIPES, reason_against_sizes
 
 # The compiler fuses element-wise operations: what is left of their memory traffic and of their launches, per block or
@@ -40,6 +40,14 @@ from autoplan.strategies.techniques.sizes import RECIPES, reason_against_sizes
 FUSED_BYTES = np.array([1.0, 0.57, 0.55])
 FUSED_WORK = np.array([1.0, 0.8, 0.75])
 FUSED_LAUNCHES = np.array([1.0, 0.35, 0.25])
+
+# On CUDA fused kernels move, within a block, at most so many times what its products and its attention read and write
+# of the samples: each result is read once, each operand written once, and about as much is kept for the backward and
+# in the residual stream. One H100, GPT-2 in bf16: 1.98 (benchmarks/results/h100).
+FUSED_ACTIVATIONS = 2.0
+# What is left of the traffic between the products of the fused loss where that part is compiled (CUDA): the same run,
+# 7.6 ms of 26 ms for 32,768 rows of 50,257 logits.
+FUSED_LOSS_BYTES = 0.3
 
 # What Liger's kernels leave of the memory traffic and of the launches of a block's element-wise operations: a norm of
 # some eight passes and a gate of three become two each, a rotary embedding of six becomes two; residual sums and the
@@ -134,6 +142,7 @@ def segment_times(
     slow = rates.thread_slowdown(candidates.threads, candidates.num_ranks)
     sharing = rates.memory_slowdown(candidates.threads, candidates.num_ranks)
     whole = candidates.compiled == COMPILES.index("model")
+    fused_bytes = _fused_bytes(variant, rates, candidates)
     for place, group in enumerate(variant.groups):
         one_s = _group_seconds(group, rates, candidates)
         # what lies outside the blocks stays eager where blocks are compiled
@@ -145,7 +154,10 @@ def segment_times(
             if rates.device == "cpu" and group.measured_s is not None:
                 left = seconds * FUSED_WORK[candidates.compiled]
             else:
-                left = _moved_seconds(group, rates, candidates) * group.count * FUSED_BYTES[candidates.compiled]
+                share = fused_bytes if group.segment == "block" else FUSED_BYTES[candidates.compiled]
+                left = _moved_seconds(group, rates, candidates) * group.count * share
+            if rates.device == "cuda" and group.name.startswith(IN_FUSED_LOSS):
+                seconds = FUSED_LOSS_BYTES * seconds
             seconds = np.where(fused, left, seconds)
             if group.segment == "block":
                 seconds = np.where(candidates.liger, LIGER_LEAVES * seconds, seconds)
@@ -179,6 +191,20 @@ def segment_times(
             dispatch = dispatch * np.where(fused, FUSED_LAUNCHES[candidates.compiled], eager)
         target[PARTS.index("dispatch")] += np.where(candidates.graphs & fused, 0.0, dispatch)
     return times
+
+
+def _fused_bytes(variant: VariantProfile, rates: Rates, candidates: Candidates) -> Floats:
+    """What is left of the traffic of the element-wise operations of a compiled block."""
+    share = FUSED_BYTES[candidates.compiled]
+    blocks = [group for group in variant.groups if group.segment == "block"]
+    used = sum(group.count * group.bytes_moved.per_sample for group in blocks if group.kind != "memory")
+    if rates.device != "cuda" or not np.any(used):  # a closed form does not say what its products read and write
+        return np.asarray(share)
+    moved = [group for group in blocks if group.kind == "memory"]
+    fixed = sum(group.count * group.bytes_moved.fixed for group in moved)  # casts of the weights, which stay
+    grows = sum(group.count * group.bytes_moved.per_sample for group in moved) * candidates.samples
+    most = FUSED_ACTIVATIONS * used * candidates.samples + fixed
+    return np.minimum(share, most / np.maximum(fixed + grows, 1.0))
 
 
 def _moved_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
