@@ -89,10 +89,10 @@ class Window(Record):
     )
     core_s: float | None = Field(
         default=None,
-        description="seconds of a fixed calculation on the rank's core, the geometric mean over the ends of the "
-        "window's stretches: how fast the core was; None: on a GPU it is not read",
+        description="seconds of a fixed calculation on the rank's core, the geometric mean of readings in the "
+        "window: how fast the core was; None: on a GPU it is not read",
     )
-    core_readings: int = Field(default=0, description="how many ends of stretches")
+    core_readings: int = Field(default=0, description="how many readings that is the mean of")
     sm_clock_hz: float | None = Field(default=None, description="median clock of the GPU's multiprocessors")
     clock_events: tuple[str, ...] = Field(default=(), description="why the driver limited that clock")
     discarded: dict[str, int] = Field(

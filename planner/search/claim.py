@@ -189,10 +189,10 @@ def compare(
 
 
 def is_no_gain(comparison: Comparison) -> bool:
-    """Whether the rounds of a claim put the candidate below the reference, or within noise of it.
+    """True if the rounds of a claim, undisturbed, show no gain, or if the runs that were compared were slower.
 
-    Rounds that were disturbed do not say that it is within noise; nor do runs of the choice. But what ran slower in
-    them than the reference is no gain, whatever is expected of it.
+    Rounds that were disturbed, and runs of the choice, do not show that a gain is within noise. But what ran slower
+    than the reference is no gain, whatever is expected of it.
     """
     within_noise = comparison.claim.why_not in (SLOWER, NOT_TOLD_APART) and bool(comparison.candidate.counted)
     return within_noise or comparison.speedup.median < 1.0

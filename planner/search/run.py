@@ -411,17 +411,19 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
     assert plain is not None, "what led was compared with it"
     against = session.comparison(leader)  # None: the plain run has failed in a round of the claim
     fallback = next((runs for runs in session.eligible if runs.config == plain.config), None)
+    beaten = ""
     if against is not None and is_no_gain(against) and session.objective.name == "throughput" and fallback is not None:
-        ratio = against.speedup
-        session.note(
-            f"{leader.config.describe()} led the search; {'side by side' if against.candidate.counted else 'compared'} "
-            f"with the plain run it ran at {ratio.median:.3g} times its speed ({ratio.low:.3g} to {ratio.high:.3g}): "
-            "the plan is the plain run"
+        ratio, how = against.speedup, "side by side" if against.candidate.counted else "compared"
+        beaten = (
+            f"{leader.config.describe()} led the search; {how} with the plain run it ran at {ratio.median:.3g} "
+            f"times its speed ({ratio.low:.3g} to {ratio.high:.3g}): the plan is the plain run"
         )
         leader = fallback
     parity = PLAIN_PARITY if session.is_given(leader.config) else session.store.parity_of(leader.config)
     if parity is None or (leader.config == plain.config and session.unchecked and not run.did_not_run):
         return answer.budget_ended(run, "the budget ended before the parity check of the fastest", ended_by="time")
+    if beaten:
+        session.note(beaten)
     loading = measure_loading(session, leader)
     session.observer.on_phase("plan", leader.config.describe())
     return answer.plan_found(run, make_plan(session, leader, parity, plain, loading), session.ended_by)

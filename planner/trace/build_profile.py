@@ -40,6 +40,7 @@ from autoplan.planner.trace.variant_tracer import DEPTHS, VariantTracer, gradien
 from autoplan.processes import raised_from_outside
 from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.techniques.fp8 import linear_weights
+from autoplan.strategies.techniques.loss_kernels import padded_as_on_cuda
 from autoplan.strategies.workloads.devices import is_elsewhere
 from autoplan.strategies.workloads.optimizers import kept_states
 from autoplan.strategies.workloads.workload import Workload
@@ -65,7 +66,7 @@ def profile_workload(
     """
     if not is_elsewhere(device):
         return _profile_on(workload, device, identity=identity, request=request or TraceRequest())
-    with LikeCuda():
+    with LikeCuda(), padded_as_on_cuda():
         profile = _profile_on(workload, "cpu", identity=identity, request=request or TraceRequest())
     return profile.model_copy(update={"device": device, "notes": (*profile.notes, TRACED_ELSEWHERE)})
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PROFILE_VERSION = 9
 IN_FUSED_LOSS = "fused loss: "
-"""Before the names of operations between the products of the fused loss, which are one compiled kernel on CUDA."""
+"""Before the names of operations between the products of the fused loss. On CUDA they are compiled, except in fp16."""
 
 Samples = TypeVar("Samples", float, "NDArray[np.float64]")
 Kind = Literal["matmul", "attention", "convolution", "memory"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -126,6 +127,15 @@ def truncate_model(model: nn.Module, depth: int) -> None:
             setattr(config, attribute, depth)
 
 
+def _build_for_truncated(build: Callable[[Iterable[Any]], torch.optim.Optimizer], parameters: Iterable[Any]) -> Any:
+    """The workload's own optimizer, or AdamW where it cannot be made over the parameters of a truncated model."""
+    given = list(parameters)
+    try:
+        return build(given)
+    except Exception:  # the user's own code
+        return torch.optim.AdamW(given)
+
+
 def gradient_bytes(structure: Structure) -> float:
     """Bytes of the gradients of all blocks."""
     parameters = (p for _, block in structure.blocks for p in block.parameters() if p.requires_grad)
@@ -153,8 +163,9 @@ class VariantTracer:
         self.device = device
         self.mode = mode
         self.models = TruncatedModels(workload, device, mode)
-        # An optimizer that was given as an instance is made over the whole model alone. No recording takes its step.
-        self._of_truncated = dataclasses.replace(workload, build_optimizer=torch.optim.AdamW, build_schedule=None)
+        # An optimizer that was given as an instance can be made only over the whole model. No recording takes a step.
+        build = functools.partial(_build_for_truncated, workload.build_optimizer)
+        self._truncated_workload = dataclasses.replace(workload, build_optimizer=build, build_schedule=None)
         smallest = workload.fixed_micro_batch or 2
         self.samples = (smallest, 2 * smallest)
         self.num_blocks: int | None = None
@@ -167,7 +178,7 @@ class VariantTracer:
         """One micro-step of a variant, at the small (which=0) or the large (which=1) micro-batch."""
         if (key, depth, which) not in self._recordings:
             model = self.models.copy(depth)
-            workload = self.workload if depth is None else self._of_truncated
+            workload = self.workload if depth is None else self._truncated_workload
             recording = record_step(workload, self.device, key, model, self.samples[which], self.mode)
             self._recordings[key, depth, which] = recording
         return self._recordings[key, depth, which]

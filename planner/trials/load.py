@@ -94,6 +94,10 @@ def cpu_problem(before: CpuTimes, after: CpuTimes, cores: int, *, only_if_full: 
     return None
 
 
+CORE_EVERY_S = 0.5
+"""A reading of a core's speed takes about a thousandth of that."""
+
+
 @dataclass(kw_only=True)
 class LoadMonitor:
     """Watches the CPU and the GPU over the stretches of a trial's window.
@@ -120,6 +124,7 @@ class LoadMonitor:
     _last: CpuTimes | None = None
     _began: CpuTimes | None = None
     _core_logs: list[float] = field(default_factory=list)
+    _core_read_s: float = 0.0
     _graphs: int = 0  # that torch.compile had made when the stretch began
 
     def __post_init__(self) -> None:
@@ -188,9 +193,15 @@ class LoadMonitor:
             }
         )
 
+    def watch_core(self) -> None:
+        """Times the core within a stretch, at most every CORE_EVERY_S: two readings say little of a long one."""
+        if self._core_logs and time.monotonic() - self._core_read_s >= CORE_EVERY_S:
+            self._time_core()
+
     def _time_core(self) -> None:
         if self.gauge:
             self._core_logs.append(math.log(time_core()))
+            self._core_read_s = time.monotonic()
 
     def _read(self) -> CpuTimes:
         return read_cpu_times(self.cores, self.root_pid, self._cpu_stat)

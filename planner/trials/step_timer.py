@@ -559,7 +559,9 @@ class StepTimer:
         result = call()
         self.load.gpu.sample()  # on CUDA most kernels of the call are still to run
         self._synchronize()
-        return result, self.ranks.largest([self._now_s() - began])[0]
+        seconds = self._now_s() - began
+        self.load.watch_core()
+        return result, self.ranks.largest([seconds])[0]
 
     def _synchronize(self) -> None:
         if self.run.device.type == "cuda":

@@ -59,6 +59,18 @@ def padded_rows(vocabulary: int, device: str) -> int:
     return -(-vocabulary // multiple) * multiple
 
 
+@contextlib.contextmanager
+def padded_as_on_cuda() -> Iterator[None]:
+    """Has a trace on a CPU pad the head as CUDA does."""
+    before = dict(ROW_MULTIPLE)
+    ROW_MULTIPLE["cpu"] = ROW_MULTIPLE["cuda"]
+    try:
+        yield
+    finally:
+        ROW_MULTIPLE.clear()
+        ROW_MULTIPLE.update(before)
+
+
 def chunk_rows(vocabulary: int) -> int:
     """Rows of logits held at once: a power of two, at least 256; no more than `limit_chunk_rows` allows."""
     return limited_rows(max(256, 1 << (_CHUNK_ELEMENTS // vocabulary).bit_length() - 1))
@@ -217,7 +229,7 @@ _watch: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
 @contextlib.contextmanager
 def watch_loss_of_logits(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Has every fused loss of this process call `around(loss_of_logits)` in its place: a trace marks what is in it."""
+    """Has this process call `around(loss_of_logits)` in place of `loss_of_logits`: a trace marks what is in it."""
     global _watch
     before, _watch = _watch, around(loss_of_logits)
     try:
@@ -291,9 +303,9 @@ class _Precomputed(torch.autograd.Function):
         for rows, classes in zip(hidden.split(rows_at_once), targets.split(rows_at_once), strict=True):
             rows = rows.to(dtype)
             if part is None:
-                head_of_rows = F.linear(rows, low_weight, low_bias)
-                loss, gradient = (loss_of_logits if _watch is None else _watch)(head_of_rows, classes, vocabulary, cap)
-                del head_of_rows
+                chunk_logits = F.linear(rows, low_weight, low_bias)
+                loss, gradient = (loss_of_logits if _watch is None else _watch)(chunk_logits, classes, vocabulary, cap)
+                del chunk_logits
             else:
                 head = (rows, low_weight.t()) if low_bias is None else (low_bias, rows, low_weight.t())
                 (torch.mm if low_bias is None else torch.addmm)(*head, out=logits[: len(rows)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import pickle
@@ -54,28 +55,45 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        return self._in_module(found) if found is cloudpickle.cloudpickle._make_function else found
-
-    def _in_module(self, make: Callable[..., FunctionType]) -> Callable[..., FunctionType]:
-        def make_function(code: Any, names: dict[str, Any], *rest: Any) -> FunctionType:
-            name = names.get("__name__")
-            if name == "__main__" or name not in sys.modules:
-                if id(names) not in self._modules:
-                    self._modules[id(names)] = names, _new_module(names)
-                names = vars(self._modules[id(names)][1])
-            return make(code, names, *rest)
-
-        return make_function
+        if found is cloudpickle.cloudpickle._make_function:
+            return functools.partial(_make_in_module, self._modules, found)
+        return (
+            functools.partial(_fill_function, found) if found is cloudpickle.cloudpickle._function_setstate else found
+        )
 
 
+def _make_in_module(
+    modules: dict[int, tuple[dict[str, Any], ModuleType]],
+    make: Callable[..., FunctionType],
+    code: Any,
+    script_globals: dict[str, Any],
+    *rest: Any,
+) -> FunctionType:
+    name = script_globals.get("__name__")
+    if id(script_globals) not in modules and _is_of_no_module(name):
+        module = ModuleType(f"{_SCRIPT}{next(_numbers)}")
+        vars(module).update({name: value for name, value in script_globals.items() if name != "__name__"})
+        sys.modules[module.__name__] = module
+        modules[id(script_globals)] = script_globals, module
+    if id(script_globals) in modules:
+        script_globals = vars(modules[id(script_globals)][1])
+    return make(code, script_globals, *rest)
+
+
+def _is_of_no_module(name: object) -> bool:
+    return name == "__main__" or name not in sys.modules or str(name).startswith(_SCRIPT)
+
+
+def _fill_function(fill: Callable[..., None], function: FunctionType, state: Any) -> None:
+    """Fills a function; where its code names `__name__`, its globals keep the name of the module that they are in."""
+    name = function.__globals__.get("__name__")
+    fill(function, state)
+    if str(name).startswith(_SCRIPT):
+        function.__globals__["__name__"] = name
+
+
+_SCRIPT = "script_of_another_process_"
 _numbers = itertools.count()
-
-
-def _new_module(names: dict[str, Any]) -> ModuleType:
-    module = ModuleType(f"script_of_another_process_{next(_numbers)}")
-    vars(module).update({name: value for name, value in names.items() if name != "__name__"})
-    sys.modules[module.__name__] = module
-    return module
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:

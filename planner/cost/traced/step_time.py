@@ -41,10 +41,10 @@ FUSED_BYTES = np.array([1.0, 0.57, 0.55])
 FUSED_WORK = np.array([1.0, 0.8, 0.75])
 FUSED_LAUNCHES = np.array([1.0, 0.35, 0.25])
 
-# On CUDA fused kernels move, within a block, at most so many times what its products and its attention read and write
-# of the samples: each result is read once, each operand written once, and about as much is kept for the backward and
+# Passes of a compiled block's fused kernels over what its products and its attention read and write of the samples, at
+# most (CUDA): each result is read once, each operand written once, and about as much is kept for the backward and
 # in the residual stream. One H100, GPT-2 in bf16: 1.98 (benchmarks/results/h100).
-FUSED_ACTIVATIONS = 2.0
+FUSED_PASSES = 2.0
 # What is left of the traffic between the products of the fused loss where that part is compiled (CUDA): the same run,
 # 7.6 ms of 26 ms for 32,768 rows of 50,257 logits.
 FUSED_LOSS_BYTES = 0.3
@@ -142,7 +142,7 @@ def segment_times(
     slow = rates.thread_slowdown(candidates.threads, candidates.num_ranks)
     sharing = rates.memory_slowdown(candidates.threads, candidates.num_ranks)
     whole = candidates.compiled == COMPILES.index("model")
-    fused_bytes = _fused_bytes(variant, rates, candidates)
+    fused_share = _fused_share(variant, rates, candidates)
     for place, group in enumerate(variant.groups):
         one_s = _group_seconds(group, rates, candidates)
         # what lies outside the blocks stays eager where blocks are compiled
@@ -154,10 +154,10 @@ def segment_times(
             if rates.device == "cpu" and group.measured_s is not None:
                 left = seconds * FUSED_WORK[candidates.compiled]
             else:
-                share = fused_bytes if group.segment == "block" else FUSED_BYTES[candidates.compiled]
+                share = fused_share if group.segment == "block" else FUSED_BYTES[candidates.compiled]
                 left = _moved_seconds(group, rates, candidates) * group.count * share
-            if rates.device == "cuda" and group.name.startswith(IN_FUSED_LOSS):
-                seconds = FUSED_LOSS_BYTES * seconds
+            if rates.device == "cuda" and group.name.startswith(IN_FUSED_LOSS):  # in fp16 nothing of it is compiled
+                seconds = np.where(candidates.precision == PRECISIONS.index("fp16"), 1.0, FUSED_LOSS_BYTES) * seconds
             seconds = np.where(fused, left, seconds)
             if group.segment == "block":
                 seconds = np.where(candidates.liger, LIGER_LEAVES * seconds, seconds)
@@ -193,7 +193,7 @@ def segment_times(
     return times
 
 
-def _fused_bytes(variant: VariantProfile, rates: Rates, candidates: Candidates) -> Floats:
+def _fused_share(variant: VariantProfile, rates: Rates, candidates: Candidates) -> Floats:
     """What is left of the traffic of the element-wise operations of a compiled block."""
     share = FUSED_BYTES[candidates.compiled]
     blocks = [group for group in variant.groups if group.segment == "block"]
@@ -203,7 +203,7 @@ def _fused_bytes(variant: VariantProfile, rates: Rates, candidates: Candidates) 
     moved = [group for group in blocks if group.kind == "memory"]
     fixed = sum(group.count * group.bytes_moved.fixed for group in moved)  # casts of the weights, which stay
     grows = sum(group.count * group.bytes_moved.per_sample for group in moved) * candidates.samples
-    most = FUSED_ACTIVATIONS * used * candidates.samples + fixed
+    most = FUSED_PASSES * used * candidates.samples + fixed
     return np.minimum(share, most / np.maximum(fixed + grows, 1.0))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan.planner.trials import device_monitor
+from autoplan.planner.trials import device_monitor, load
 from autoplan.planner.trials.device_monitor import GpuMonitor
 from autoplan.planner.trials.load import LoadMonitor, cpu_problem
 from autoplan.probes.cgroup import cpu_stat_path
@@ -100,6 +100,17 @@ def test_others_on_free_cores_do_not_disturb_a_trial_on_a_gpu(
     monitor._shares_host = False
     monitor.begin()
     assert (monitor.end() is not None) is disturbed
+
+
+def test_the_speed_of_the_core_is_read_within_a_long_stretch_too(monkeypatch):
+    monitor = LoadMonitor(device=CPU, root_pid=os.getpid(), gauge=True)
+    monitor.watch_core()  # nothing has begun
+    monitor.begin()
+    monitor.watch_core()  # too soon after the reading at the beginning
+    monkeypatch.setattr(load, "CORE_EVERY_S", 0.0)
+    monitor.watch_core()
+    monitor.end()
+    assert (found := monitor.window(None)) is not None and found.core_readings == 3
 
 
 def test_the_speed_of_the_core_is_read_at_the_ends_of_each_stretch():

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import sys
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -52,18 +56,38 @@ def scaled(x):
 def set_scale(value):
     global SCALE
     SCALE = value
+
+def own_name():
+    return __name__
 """
 
 
 def test_functions_of_a_script_compile_in_another_process() -> None:
     """torch.compile looks their globals up by the name of their module, which is another program's `__main__` there."""
-    script = {"__name__": "__main__"}
+    script: dict[str, Any] = {"__name__": "__main__"}
     exec(SCRIPT, script)
-    scaled, set_scale = load(io.BytesIO(dumps((script["scaled"], script["set_scale"]))))
+    names = ("scaled", "set_scale", "own_name")
+    scaled, set_scale, own_name = load(io.BytesIO(dumps([script[name] for name in names])))
     compiled = torch.compile(lambda x: scaled(x) + 1.0, backend="eager")
     x = torch.ones(3)
     assert torch.equal(compiled(x), torch.tanh(x) * 2.0 + 1.0)
     set_scale(5.0)
     assert torch.equal(compiled(x), torch.tanh(x) * 5.0 + 1.0), "one set of globals for all functions of the script"
-    (again,) = load(io.BytesIO(dumps((scaled,))))
-    assert torch.equal(torch.compile(lambda x: again(x), backend="eager")(x), torch.tanh(x) * 5.0)
+    assert sys.modules[own_name()].SCALE == 5.0
+    again, set_again = load(io.BytesIO(dumps((scaled, set_scale))))
+    set_again(3.0)
+    assert torch.equal(torch.compile(lambda x: again(x), backend="eager")(x), torch.tanh(x) * 3.0)
+    assert torch.equal(compiled(x), torch.tanh(x) * 5.0 + 1.0)
+
+
+def test_what_was_loaded_is_freed_at_once() -> None:
+    script: dict[str, Any] = {"__name__": "__main__"}
+    exec(SCRIPT, script)
+    gc.disable()
+    try:
+        model, _ = load(io.BytesIO(dumps((nn.Linear(4, 4), script["scaled"]))))
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
