@@ -208,8 +208,9 @@ def core_spread(windows: Iterable[Window | None]) -> float:
     """How much runs differ because the cores' speed changes by itself: a standard deviation of the logarithm.
 
     In: the windows of trials, of any configurations. Out: RUN_SPREAD at the least. It is the spread of the speed of a
-    core between trials (`probes.cpu.time_core`, at the ends of each stretch of a window). Those readings are moments; a
-    stretch that lasts longer than a core keeps its speed (CORRELATED_S) differs by less, as a mean does.
+    core between trials (`probes.cpu.time_core`, at the ends of each stretch of a window and within). Those readings are
+    moments; what lies between two of them and lasts longer than a core keeps its speed (CORRELATED_S) differs by less,
+    as a mean does.
 
     Repeats are few in a search, and two of a configuration agree by chance: of 60 searches of two equal values on a
     machine whose cores changed by 19 % from one second to the next, 5 claimed a gain without this figure.

@@ -46,7 +46,7 @@ def has_torch_kernel() -> bool:
     return hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
 
 
-ROW_MULTIPLE = {"cuda": 64}
+ROW_MULTIPLE = {"cpu": 1, "cuda": 64}
 """By device type: the head's rows are padded to a multiple of this inside the loss, with logits of minus infinity.
 
 Tensor cores want sizes that are multiples of 128 bytes (64 numbers of bf16): NVIDIA, Matrix Multiplication Background
@@ -62,13 +62,12 @@ def padded_rows(vocabulary: int, device: str) -> int:
 @contextlib.contextmanager
 def padded_as_on_cuda() -> Iterator[None]:
     """Has a trace on a CPU pad the head as CUDA does."""
-    before = dict(ROW_MULTIPLE)
+    before = ROW_MULTIPLE["cpu"]
     ROW_MULTIPLE["cpu"] = ROW_MULTIPLE["cuda"]
     try:
         yield
     finally:
-        ROW_MULTIPLE.clear()
-        ROW_MULTIPLE.update(before)
+        ROW_MULTIPLE["cpu"] = before
 
 
 def chunk_rows(vocabulary: int) -> int:

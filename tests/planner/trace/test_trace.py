@@ -14,10 +14,22 @@ from torch.profiler import ProfilerActivity, profile
 from autoplan.planner.cost.traced.candidates import from_configs
 from autoplan.planner.cost.traced.memory import traced_memory
 from autoplan.planner.trace.build_profile import profile_workload
-from autoplan.planner.trace.model_profile import ModelProfile, TraceRequest, VariantKey, variants_to_trace
+from autoplan.planner.trace.model_profile import (
+    IN_FUSED_LOSS,
+    ModelProfile,
+    TraceRequest,
+    VariantKey,
+    variants_to_trace,
+)
+from autoplan.planner.trace.op_recorder import OpRecorder
 from autoplan.planner.trace.trace import _read_cache, _write_cache, cache_path, trace_workload
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
+from autoplan.strategies.techniques.loss_kernels import (
+    limit_chunk_rows,
+    precomputed_cross_entropy,
+    watch_loss_of_logits,
+)
 from autoplan.strategies.workloads.batch import split_batch
 from autoplan.strategies.workloads.sources import load_workload, make_spec
 from autoplan.strategies.workloads.spec import WorkloadSpec
@@ -169,3 +181,23 @@ def test_operations_are_timed_when_there_is_time_for_it() -> None:
     timed = [group for group in groups if group.measured_s is not None]
     assert len(timed) > 0.8 * len(groups)
     assert all(group.measured_s > 0 for group in timed if group.measured_s is not None)
+
+
+def test_the_fused_loss_holds_the_logits_of_one_chunk_and_its_parts_are_marked() -> None:
+    """What a chunk left until the next had its own made the peak grow with the rows: 9 GiB too much for a GPT-2."""
+    classes, width, rows = 4096, 4, 8
+
+    def recorded(chunks: int) -> OpRecorder:
+        recorder = OpRecorder()
+        hidden, targets = torch.randn(chunks * rows, width), torch.zeros(chunks * rows, dtype=torch.long)
+        with limit_chunk_rows(rows), watch_loss_of_logits(recorder.mark_fused_loss), recorder:
+            precomputed_cross_entropy(hidden, torch.randn(classes, width), None, targets, dtype=torch.float32)
+        return recorder
+
+    one, four = recorded(1), recorded(4)
+    logits = rows * classes * 4
+    grown = four.recording.peaks["forward"][0] - one.recording.peaks["forward"][0]
+    assert one.recording.peaks["forward"][0] > logits > 10 * grown
+    marked = [operation.name.startswith(IN_FUSED_LOSS) for operation in four.recording.operations]
+    products = [operation.kind == "matmul" for operation in four.recording.operations]
+    assert sum(marked) > 4 * 4 and not any(m and p for m, p in zip(marked, products, strict=True))

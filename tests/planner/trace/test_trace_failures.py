@@ -166,7 +166,7 @@ def test_a_trace_leaves_the_users_config_alone() -> None:
 
 
 def test_a_model_whose_optimizer_is_an_instance_is_traced_at_two_depths() -> None:
-    """Such an optimizer is made over the whole model alone, with a weight decay for matrices, say."""
+    """Such an optimizer can be made only over the whole model: here it has a weight decay for matrices alone."""
     blocks = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(6))
     model = nn.Sequential(nn.Embedding(16, 8), nn.Sequential(*blocks), nn.Linear(8, 16))
     matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
