@@ -84,7 +84,6 @@ class Training:
 
     def __init__(self, sizes: Sizes, micro_batch: int, device: torch.device) -> None:
         torch.manual_seed(0)
-        torch.set_float32_matmul_precision("high")
         self.sizes, self.micro_batch, self.device = sizes, micro_batch, device
         self.model = GPT(sizes).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-5, weight_decay=0.0, fused=True)
@@ -168,6 +167,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try this script")
     given = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
     device, sizes = torch.device(given.device), SMALL if given.small else Sizes()
     if given.find:
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
