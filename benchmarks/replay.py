@@ -29,7 +29,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from autoplan.planner.cost.traced.estimator import Estimator
-from autoplan.planner.records.trials import ClaimRounds, Interval, Outcome, Parity, Trial, WorkLine
+from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Trial, WorkLine
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.claim import is_no_gain
 from autoplan.planner.search.next_work import Work, next_work
@@ -218,7 +218,7 @@ class TableRunner:
         drawn = self._with_compilation(self._random.choice(good), good)
         trial = with_drawn_steps(drawn, self._random, self._global_batch)
         mean_s = math.exp(np.mean([math.log(_median_s(one)) for one in good]) + self._random.gauss(0.0, SLICED.sd))
-        return slower(trial, mean_s / _median_s(trial)).model_copy(
+        return trial.at_pace(mean_s / _median_s(trial)).model_copy(
             update={"purpose": order.purpose, "round": order.round, "pauses": 1}
         )
 
@@ -235,15 +235,6 @@ class TableRunner:
 def _median_s(trial: Trial) -> float:
     assert trial.step_time_s is not None, "what runs in a round ran before"
     return trial.step_time_s.median
-
-
-def slower(trial: Trial, by: float) -> Trial:
-    """The trial with each step so many times as long."""
-    step = trial.step_time_s
-    assert step is not None
-    interval = Interval(median=by * step.median, low=by * step.low, high=by * step.high, samples=step.samples)
-    samples = {part: tuple(by * seconds for seconds in of) for part, of in trial.samples_s.items()}
-    return trial.model_copy(update={"samples_s": samples, "step_time_s": interval})
 
 
 def compile_s(trial: Trial | None) -> float:

@@ -37,6 +37,12 @@ class Interval(Record):
     high: float
     samples: int
 
+    def times(self, factor: float) -> Interval:
+        """The interval of so many times the value."""
+        return Interval(
+            median=factor * self.median, low=factor * self.low, high=factor * self.high, samples=self.samples
+        )
+
 
 class PeakMemory(Record):
     """Peak memory of the fullest rank, over two optimizer steps and the measured window.
@@ -199,6 +205,19 @@ class Trial(Record):
         if self.window is None or self.window.disturbed is None:
             return 0.0
         return max(DISTURBED_SD, -math.log(1 - min(self.window.others_cpu_share or 0.0, 0.9)))
+
+    def at_pace(self, pace: float) -> Trial:
+        """The trial as if its steps took so many times as long."""
+        step, rate, least_s = self.step_time_s, self.tokens_per_s, self.at_least_s
+        return self.model_copy(
+            update={
+                "step_time_s": None if step is None else step.times(pace),
+                "tokens_per_s": None if rate is None else rate.times(1 / pace),
+                "at_least_s": None if least_s is None else pace * least_s,
+                "parts_s": {part: pace * seconds for part, seconds in self.parts_s.items()},
+                "samples_s": {part: tuple(pace * s for s in samples) for part, samples in self.samples_s.items()},
+            }
+        )
 
     @property
     def is_repeat(self) -> bool:

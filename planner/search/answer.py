@@ -315,7 +315,8 @@ def budget_ended(run: SearchRun, before: str, *, ended_by: str = "time", needed_
     best = None if run.session is None else run.session.best
     if run.session is not None and best is not None and best.step_time_s is not None:
         drawn = run.session.sampler is not None
-        untried = find_untried(run.session.model, best.config, best.step_time_s.median, drawn=drawn)
+        best_s = best.step_time_s.median / run.session.model.pace_of(best)
+        untried = find_untried(run.session.model, best.config, best_s, drawn=drawn)
         hint += "" if untried is None else " So far, " + untried.describe("the best trial's") + "."
     return run.finish("budget_ended", before, hint, ended_by=ended_by)
 

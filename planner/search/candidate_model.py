@@ -49,6 +49,12 @@ so far that a search with 60 s ended after 22 s."""
 MOST_LOOKS = 2
 """So often is a configuration looked at, if other work disturbed the looks before."""
 
+FOLLOWS_CORE = 0.6
+"""On a CPU a step's time follows the time of a core (`Window.core_s`) to this power: looks that were made at different
+times are compared as if the cores had kept the speed of the first. Fitted: 0.69 in 192 trials of 64 configurations
+(benchmarks/results/search_tables/gpt-1), where it takes the spread between runs from 10.5 to 7.4 %; 0.5 and 0.6 in two
+configurations of a GPT-2, whose cores changed by a factor of two in ten minutes."""
+
 FLAT_FACTOR = 3.0
 """Without a cost model: half the width of a 90 % interval, as a factor. Replays tried others."""
 
@@ -121,6 +127,10 @@ class CandidateModel:
         self._surrogate = Surrogate(self.candidates, memory_limit_bytes, device)
         self._fast_siblings = _fast_siblings(self.candidates)
         self._sets_threads = np.array([config.threads is not None for config in self.candidates], dtype=np.bool_)
+        self._on_cpu, self._first_core_s = device == "cpu", 0.0
+        self.pace = 1.0
+        """How many times as long a step takes as when the first trial ran, by the core of the last one."""
+        self._at_one_pace: list[Trial] = []
         self._had_quiet: dict[TrainingConfig, bool] = {}  # of each with a number of threads of its own that ran
         self._assessment: Assessment | None = None
 
@@ -132,11 +142,27 @@ class CandidateModel:
         if trial.config.threads is not None and trial.outcome is Outcome.OK:
             quiet = self._had_quiet.get(trial.config, False) or not is_beside_work(trial)
             self._had_quiet[trial.config] = quiet
+        self.pace = self.pace_of(trial)
+        at_one_pace = trial.at_pace(1 / self.pace)
+        self._at_one_pace.append(at_one_pace)
         if self.estimator is not None:
-            self.estimator.observe(trial)
+            self.estimator.observe(at_one_pace)
         if self._cost is not None:
             self._cost.observe(trial)
         self._assessment = None
+
+    def pace_of(self, trial: Trial) -> float:
+        """How many times as long as on the first trial's core a step took in a trial; of one without a reading, now.
+
+        1 on a GPU, and of several ranks: each has a core of its own.
+        """
+        if not self._on_cpu or trial.config.world_size > 1:
+            return 1.0
+        core_s = None if trial.window is None else trial.window.core_s
+        if not core_s:
+            return self.pace
+        self._first_core_s = self._first_core_s or core_s
+        return (core_s / self._first_core_s) ** FOLLOWS_CORE
 
     def set_aside(self, config: TrainingConfig) -> None:
         """Takes a configuration out of what is untried, without a word on how it would run."""
@@ -153,9 +179,10 @@ class CandidateModel:
             tried = tried_configs(self.trials) | self.out_of_turn | self._elsewhere
             prior = self._prior()
             trial_prior = self._prior_of_trials() if self.trials else prior
-            posterior = self._surrogate.posterior(prior, self.trials, trial_prior)
+            posterior = self._surrogate.posterior(prior, self._at_one_pace, trial_prior)
             best = self.best_trial()
-            cost = np.ones(len(self.candidates)) if self._cost is None else self._cost.all_s(np.exp(posterior.log_time))
+            now_s = self.pace * np.exp(posterior.log_time)
+            cost = np.ones(len(self.candidates)) if self._cost is None else self._cost.all_s(now_s)
             self._assessment = Assessment(
                 posterior=posterior,
                 untried=np.array([config not in tried for config in self.candidates]) & ~self.wait_for_the_leader(),
@@ -174,7 +201,9 @@ class CandidateModel:
         If memory is looked for, every second trial looks for speed: the floor is a share of the best throughput.
         """
         good = [
-            t for t in self.trials if t.outcome is Outcome.OK and t.step_time_s is not None and self._may_lead(t.config)
+            trial
+            for trial in self._at_one_pace
+            if trial.outcome is Outcome.OK and trial.step_time_s is not None and self._may_lead(trial.config)
         ]
         if self.objective.name == "throughput" or not good:
             return now
@@ -223,7 +252,7 @@ class CandidateModel:
         """Expected seconds of a trial of this configuration."""
         if self._cost is None or self.estimator is None:
             return 1.0
-        return self._cost.one_s(config, float(self.estimator.table([config]).step_time_s[0]))
+        return self._cost.one_s(config, self.pace * float(self.estimator.table([config]).step_time_s[0]))
 
     def hopeful(self) -> NDArray[np.bool_]:
         """Which candidates are untried and can still win."""
@@ -246,13 +275,13 @@ class CandidateModel:
         return float(prospects(now)[0][index]) if now.untried[index] else 0.0
 
     def believed_s(self, config: TrainingConfig) -> float | None:
-        """The step time of a candidate by all trials and the cost model; None: it is no candidate."""
+        """The step time of a candidate by all trials and the cost model, at the pace of the first; None: it is none."""
         place = self._places.get(config)
         return None if place is None else math.exp(float(self.assess().posterior.log_time[place]))
 
     def best_trial(self) -> Trial | None:
-        """The fastest measured trial that may be the plan."""
-        return best_trial(trial for trial in self.trials if self._may_lead(trial.config))
+        """The fastest measured trial that may be the plan, at the pace of the first."""
+        return best_trial(trial for trial in self._at_one_pace if self._may_lead(trial.config))
 
     def _may_lead(self, config: TrainingConfig) -> bool:
         return self._allows(config) and not self.hangs_on_load(config)
@@ -269,7 +298,7 @@ class CandidateModel:
         return Prior.joined([Prior.of(self.estimator.table([trial.config])) for trial in self.trials])
 
     def _flat_prior(self, size: int) -> Prior:
-        times = [math.log(t.step_time_s.median) for t in self.trials if t.step_time_s is not None]
+        times = [math.log(t.step_time_s.median) for t in self._at_one_pace if t.step_time_s is not None]
         peaks = [math.log(t.peak_memory_bytes) for t in self.trials if t.peak_memory_bytes]
         ones, width = np.ones(size), math.log(FLAT_FACTOR) / Z_90
         return Prior(
@@ -332,7 +361,7 @@ def find_untried(
     Args:
         model: Of the candidates, after all trials.
         found: The configuration that they are compared with: the plan's, or the best so far.
-        step_time_s: Of it, as it is reported.
+        step_time_s: Of it, at the pace of the first trial.
         drawn: Another sampler draws the looks.
 
     The figures are those of the surrogate's posterior, which the trials have calibrated. The chance that any of the

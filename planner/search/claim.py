@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import NormalDist
 
 from autoplan.planner.records.trials import Claim, ClaimRounds, Interval, Outcome, Trial
 from autoplan.planner.search.selection import CandidateRuns, in_slices, match_rounds
@@ -21,13 +22,8 @@ LEAST_ROUNDS, MOST_ROUNDS = 2, 10
 machines whose runs differ by 6 % and more, where six rounds do not show a gain of 15 %."""
 
 SHOWN_GAIN = 0.25
-"""The logarithm of a gain (28 %) whose claim the search keeps time for, where nobody leads yet. Chosen: of GPT-2 on two
-cores searches found 1.28 to 1.9 times. Less is shown where runs differ little, or where time is left."""
-
-SHOWN_SHARE, LEAST_SHOWN = 0.7, 0.06
-"""Once a configuration leads: half the interval is to be at most such a share of its gain (a logarithm), so that the
-rounds show it in about nine of ten claims; and no gain below so much is worth more rounds than looks. In a small GPT-2
-a leader by 1.15 times was not shown by two rounds (0.98 to 1.22) and was by three (1.04 to 1.26)."""
+"""The logarithm of a gain (28 %) whose claim the search keeps time for. Chosen: of GPT-2 on two cores searches found
+1.28 to 1.9 times. Less is shown where runs differ little, or where further rounds are worth their time."""
 
 ROUNDS_WITHOUT_HOPE = 3
 """Rounds where even the most would leave an interval wider than the gain: no claim is in sight, and a few rounds give
@@ -89,19 +85,27 @@ def rounds_needed(spread: Spread, log_gain: float) -> int:
 
 
 @lru_cache(maxsize=256)
-def rounds_kept(spread: Spread, gain: float = 0.0) -> int:
-    """For how many rounds time is kept while the search goes on: the fewest that show the leader's gain.
+def rounds_kept(spread: Spread) -> int:
+    """For how many rounds time is kept while the search goes on: the fewest that show a gain of SHOWN_GAIN.
+
+    Two where runs differ by up to 10 % and in slices, five at 20 %: there two rounds show nothing, whatever was found.
+    """
+    rounds = range(LEAST_ROUNDS, MOST_ROUNDS)
+    return next((r for r in rounds if half_width(spread, r, mean=spread is SLICED) <= SHOWN_GAIN), MOST_ROUNDS)
+
+
+@lru_cache(maxsize=256)
+def chance_to_show(spread: Spread, rounds: int, gain: float) -> float:
+    """The chance that so many rounds in slices show a gain: that the interval of their mean lies above 1.
 
     Args:
-        spread: Between runs, of which those of a round in slices differ least.
-        gain: The logarithm of the leader's speed-up; 0: the plain run leads.
-
-    Of a gain of SHOWN_GAIN two where runs differ by up to 10 %, five at 20 %: there two rounds show nothing, whatever
-    was found before. In slices two, and up to four for a small gain.
+        spread: Between runs of a round.
+        rounds: How many.
+        gain: The logarithm of the speed-up, taken for the true one; the mean of the rounds is normal around it.
     """
-    wanted = min(SHOWN_GAIN, max(SHOWN_SHARE * gain, LEAST_SHOWN)) if gain > 0 else SHOWN_GAIN
-    rounds = range(LEAST_ROUNDS, MOST_ROUNDS)
-    return next((r for r in rounds if half_width(spread, r, mean=spread is SLICED) <= wanted), MOST_ROUNDS)
+    deviation, _ = spread.of_ratio()
+    half = half_width(spread, rounds, squares=(rounds - 1) * deviation**2, mean=True)  # they differ as runs do
+    return NormalDist().cdf((gain - half) / (deviation / math.sqrt(rounds)))
 
 
 def claim_progress(trials: Iterable[Trial], began: ClaimRounds) -> tuple[int, int]:

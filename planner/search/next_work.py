@@ -12,17 +12,18 @@ leader fails it and the time spent around it was lost; a probe or a trace by the
 
 No piece has a share of the budget. There is one constraint: after a piece, the time that is left must hold what the
 leader still needs, and what the configuration needs that the piece may make the leader: its parity check and the rounds
-of the claim (two, and more where runs differ much). The plain run needs nothing: it is the plan if nothing faster is
-found. If the budget holds no look with its claim (the plain run alone takes a third of it), looks and the parity check
-go on without one: a checked plan whose speed-up rests on single looks is worth more than none. Where looks with a claim
-were made and the plain run leads, it is the plan: what a last look finds could not be proved.
+of the claim (two, and more where runs differ much). Further rounds show a small gain: a look that leaves no time for
+them is made if it gains more for its seconds. The plain run needs nothing: it is the plan if nothing faster is found.
+If the budget holds no look with its claim (the plain run alone takes a third of it), looks and the parity check go on
+without one: a checked plan whose speed-up rests on single looks is worth more than none. Where looks with a claim were
+made and the plain run leads, it is the plan: what a last look finds could not be proved.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -66,8 +67,8 @@ has. Assumed: in recorded searches of some hundred workloads about one leader in
 
 
 TRIED_SHARE = 0.8
-"""A further round of a claim is begun where such a share of its expected time is left: without it those before are
-lost, and nothing else can use the time. Chosen: rounds scatter by about as much."""
+"""The rounds of a claim are begun where such a share of their expected time is left: nothing else can use the time.
+Chosen: rounds scatter by about as much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +144,8 @@ class State:
         pairs: The leader beside each configuration that the bound does not put behind it.
         leader_needs_s: What the leader still needs: its parity check and the rounds of the claim; 0 for the plain run.
         claim: The claim of the leader, to be made or gone on with; None: it is made, or there is nothing to claim.
+        further: Rounds of its claim beyond the fewest, with what they gain; None: there is no claim to be begun, or no
+            time or use for more of them. They are never chosen here: looks that gain less leave time for them.
         claim_fitted: A look was made while there was time for its claim.
         plain_leads: The plain run is the plan if nothing else is found.
         claim_began: It was begun: nothing comes between its rounds, and nothing after them.
@@ -160,6 +163,7 @@ class State:
     pairs: Sequence[Option] = ()
     leader_needs_s: float = 0.0
     claim: Option | None = None
+    further: Option | None = None
     claim_fitted: bool = False
     plain_leads: bool = False
     claim_began: bool = False
@@ -184,6 +188,8 @@ def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
     if state.claim_began:
         return _proof(state, left_s)
     options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices)]
+    if state.further is not None:
+        options = [one for one in options if _fits(one, state, _without_rounds_s(one, state, left_s), free_devices)]
     if not options and not _holds_claim(state, left_s) and not (state.claim_fitted and state.plain_leads):
         options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices, claimed=False)]
     options.sort(key=lambda one: -one.score)
@@ -191,7 +197,7 @@ def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
         best: Option = options[0]
         rest: Sequence[Option] = options[1:]
         if best.kind == "look":
-            best, rest = _before(best, rest, state, left_s)
+            best, rest = _before(best, rest, state, _without_rounds_s(best, state, left_s))
         return _chosen(best, rest, state)
     return _proof(state, left_s)
 
@@ -223,6 +229,20 @@ def _fits(option: Option, state: State, left_s: float, free_devices: int, *, cla
     Without the claim, if the budget has no room for one.
     """
     return option.devices <= free_devices and _ends_s(option, state) + _needed_s(option, state, claimed) <= left_s
+
+
+def _without_rounds_s(option: Option, state: State, left_s: float) -> float:
+    """The seconds that a piece may use: without those of further rounds, unless it gains more for its time.
+
+    A look needs a check of its own too, where the leader has passed one. What a sampler draws has no gain of its own.
+    """
+    further = state.further
+    if further is None or option.kind == "parity":
+        return left_s
+    with_check_s = option.cost_s + (option.check_s if state.check is None else 0.0)
+    drawn = option.kind == "look" and option.config is None
+    gains_more = not drawn and replace(option, cost_s=with_check_s).score >= further.score
+    return left_s if gains_more else left_s - further.cost_s
 
 
 def _ends_s(option: Option, state: State) -> float:
@@ -264,8 +284,7 @@ def _proof(state: State, left_s: float) -> Work:
     """Nothing that may better the plan fits any more: what the leader needs, and the end."""
     if state.check is not None and left_s > 0:
         return _chosen(state.check, (), state)
-    share = TRIED_SHARE if state.claim_began else 1.0
-    if state.claim is not None and share * state.claim.cost_s <= left_s:
+    if state.claim is not None and TRIED_SHARE * state.claim.cost_s <= left_s:
         return _chosen(state.claim, (), state)
     ended_by = _ended_by(state)
     return Work(kind="end", ended_by=ended_by, why=ENDS[ended_by])

@@ -319,8 +319,10 @@ class Session:
             self.take_context(self.context.anew())
 
     def predict(self, config: TrainingConfig) -> Prediction:
-        """The cost model's prediction, as it is calibrated now."""
-        return self.context.estimator.estimate([config])[0]
+        """The cost model's prediction, as it is calibrated now, for cores as fast as those of the last trial."""
+        told, pace = self.context.estimator.estimate([config])[0], self.model.pace
+        times = {name: pace * getattr(told, name) for name in ("step_time_s", "step_time_low_s", "step_time_high_s")}
+        return told.model_copy(update=times)
 
     def comparison(self, runs: CandidateRuns) -> Comparison | None:
         """A configuration against the plain run: by the rounds of its claim, else by the runs of the choice."""

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoplan.planner.records.trials import WorkLine
+from autoplan.planner.records.trials import Trial, WorkLine
 from autoplan.planner.search.candidate_model import next_looks, ordered
-from autoplan.planner.search.claim import LEAST_ROUNDS, claim_progress, rounds_kept, rounds_needed
+from autoplan.planner.search.claim import (
+    LEAST_ROUNDS,
+    chance_to_show,
+    claim_progress,
+    rounds_kept,
+    rounds_needed,
+)
 from autoplan.planner.search.next_work import (
     HAND_GAIN,
     LEAST_PAIR_GAIN,
@@ -58,8 +64,9 @@ LEAST_CHECK_S = 2.0
 CHECK_FACTORS = (0.3, 8.0)
 """The limits of what the checks so far change: one that was disturbed, or ended early, says little of the next."""
 
-CHECK_MARGIN = 1.25
-"""A check is taken to cost so many times what its parts are predicted to, until one was made here. Assumed."""
+UNKNOWN_CHECK_S = 2.0
+"""A check is taken to cost so many seconds more than its parts are predicted to, until one was made here: so much more
+the first ones of 24 searches of the zoo took (median); of a GPT-2, whose check takes a minute, six took less."""
 
 
 def read_state(session: Session) -> State:
@@ -89,6 +96,7 @@ def read_state(session: Session) -> State:
         pairs=[] if leader is None else list(_pairs(session, leader)),
         leader_needs_s=needs_s,
         claim=claim,
+        further=None if leader is None or claim is None or began else further_rounds(session, leader),
         claim_fitted=session.claim_fitted,
         plain_leads=leader is not None and leader.config == session.plain_config,
         claim_began=began,
@@ -154,10 +162,9 @@ def _looks(session: Session) -> Iterator[Option]:
     """Our sampler's candidates; of another sampler one that it is going to draw."""
     model = session.model
     if session.sampler is None:
-        gain = _leading_gain(session)
 
         def after(config: TrainingConfig, look_s: float) -> tuple[float, float]:
-            return needs_s(session, config, look_s, gain), check_s(session, config)
+            return needs_s(session, config, look_s), check_s(session, config)
 
         yield from looks_of(model, session.left_s, after)
         return
@@ -251,10 +258,8 @@ def _counted_s(session: Session, runs: CandidateRuns) -> float:
 # Proving.
 
 
-def needs_s(
-    session: Session, config: TrainingConfig, look_s: float | None = None, leading_gain: float | None = None
-) -> float:
-    """Seconds that a configuration needs if it leads: its parity check and the rounds of the claim.
+def needs_s(session: Session, config: TrainingConfig, look_s: float | None = None) -> float:
+    """Seconds that a configuration needs if it leads: its parity check and the fewest rounds of a claim.
 
     While other work disturbs each trial, the check alone: a GPT-2 beside a busy core was looked at once, in ten
     minutes, since the rounds that could not claim anything had no room.
@@ -263,20 +268,42 @@ def needs_s(
         session: The search.
         config: The configuration.
         look_s: What its look is expected to take; None: it is predicted here, which takes some 10 ms.
-        leading_gain: Of the leader, as `_leading_gain` has it; None: it is worked out here.
     """
     plain = session.baseline
     if plain is None or config == plain.config:
         return 0.0
     if is_under_load(session.store.trials):  # no claim holds beside other work
         return check_s(session, config)
-    spread = _round_spread(session, config)
-    if spread is not SLICED:
-        leading_gain = 0.0
-    elif leading_gain is None:
-        leading_gain = _leading_gain(session)
-    rounds = rounds_kept(spread, leading_gain)
+    rounds = rounds_kept(_round_spread(session, config))
     return check_s(session, config) + SLOW_MOMENTS * rounds * round_s(session, config, look_s)
+
+
+def further_rounds(session: Session, leader: CandidateRuns) -> Option | None:
+    """The rounds beyond the fewest that gain most for their time: they compete with looks, since both cannot be had.
+
+    Once four rounds were kept for a leader by 1.08 times, before any look: then a GPT-2 was looked at once in ten
+    minutes, though a further look promised a quarter more. Once looks that promised 1 % left two rounds, which did not
+    show a gain of 1.19 times.
+    """
+    spread = _round_spread(session, leader.config)
+    if spread is not SLICED or is_under_load(session.store.trials):  # beside other work no claim holds
+        return None
+    gain, fewest, most = believed_gain(session, leader), rounds_kept(spread), claim_size(session, leader)
+    shown, each_s = chance_to_show(spread, fewest, gain), SLOW_MOMENTS * round_s(session, leader.config)
+    return max(
+        (
+            Option(
+                kind="claim",
+                config=leader.config,
+                gain=gain * (chance_to_show(spread, rounds, gain) - shown),
+                cost_s=(rounds - fewest) * each_s,
+                why="more rounds show a small gain",
+            )
+            for rounds in range(fewest + 1, most + 1)
+        ),
+        key=lambda option: option.score,
+        default=None,
+    )
 
 
 GAIN_SD = 0.15
@@ -292,22 +319,18 @@ def believed_gain(session: Session, leader: CandidateRuns) -> float:
     """
     plain = session.baseline
     assert plain is not None and plain.step_time_s is not None
-    leader_s = leader.look_s if leader.believed_s is None else leader.single_s
-    seen = max(0.0, math.log(plain.step_time_s.median / leader_s))
+    seen = max(0.0, math.log(plain.step_time_s.median / _at_plain_pace_s(session, leader)))
     sd, _ = session.run_spread.of_ratio()
     return seen * GAIN_SD**2 / (GAIN_SD**2 + sd**2)
 
 
-def _leading_gain(session: Session) -> float:
-    """The same of the leader of now, in percents; whoever leads next gains as much at least. 0: the plain run leads."""
-    leader = session.leader
-    if leader is None or session.baseline is None or leader.config == session.plain_config:
-        return 0.0
-    return max(0.01, round(believed_gain(session, leader), 2))
+def _at_plain_pace_s(session: Session, runs: CandidateRuns) -> float:
+    """Its step time as the plain run's is compared with it: if its cores had been as fast as there."""
+    return runs.look_s / session.model.pace_of(runs.first) if runs.believed_s is None else runs.single_s
 
 
 def leader_needs_s(session: Session, leader: CandidateRuns) -> float:
-    """The same of the leader, with what is made of it already."""
+    """As `needs_s`, of the leader, with what is made of it already."""
     plain = session.baseline
     if plain is None or leader.config == plain.config:
         return 0.0
@@ -324,36 +347,48 @@ def check_s(session: Session, config: TrainingConfig) -> float:
     if session.store.parity_of(config) is not None:
         return 0.0
     running_s, compiling_s = parity_parts_s(session.trial_cost, session.parity_cost, config)
-    return max(running_s * _check_factor(session) + compiling_s, LEAST_CHECK_S)
+    factor = _check_factor(session)
+    expected_s = session.model.pace * running_s + UNKNOWN_CHECK_S if factor is None else running_s * factor
+    return max(expected_s + compiling_s, LEAST_CHECK_S)
 
 
-def _check_factor(session: Session) -> float:
-    """How many times what is expected, compiling apart, the checks of this search took; CHECK_MARGIN before one."""
+def _check_factor(session: Session) -> float | None:
+    """How many times what is expected, compiling apart, the checks of this search took; None before one."""
     made = []
     for line in session.store.ledger:
         if line.kind == "parity" and line.config is not None:
             running_s, compiling_s = parity_parts_s(session.trial_cost, session.parity_cost, line.config)
             made.append((line.seconds - compiling_s) / running_s)
     least, most = CHECK_FACTORS
-    return min(max(float(np.median(made)), least), most) if made else CHECK_MARGIN
+    return min(max(float(np.median(made)), least), most) if made else None
 
 
 def round_s(session: Session, config: TrainingConfig, look_s: float | None = None) -> float:
     """Expected seconds of one round of the claim: a run of the configuration and one of the plain run."""
-    assert session.baseline is not None
-    cost = session.trial_cost
-    first = session.first_run(config)
+    plain, cost, model = session.baseline, session.trial_cost, session.model
+    assert plain is not None
+    first, sliced = session.first_run(config), _is_sliced(session, config)
+
+    def slower(trial: Trial) -> float:
+        return model.pace / model.pace_of(trial)
+
     if first is not None:
-        return cost.round_s(first, session.baseline, sliced=session.in_slices(first, session.baseline))
-    own_s = cost.warm_s(config, session.model.cost_s(config) if look_s is None else look_s)
-    return own_s + cost.repeat_s(session.baseline)
+        return cost.round_s(first, plain, sliced=sliced, slower=slower)
+    own_s = cost.warm_s(config, model.cost_s(config) if look_s is None else look_s)
+    twice_s = cost.round_s(plain, plain, sliced=False, slower=slower)
+    return own_s + cost.round_s(plain, plain, sliced=sliced, slower=slower) - twice_s / 2
+
+
+def _is_sliced(session: Session, config: TrainingConfig) -> bool:
+    """Whether its rounds with the plain run are in slices; of what has not run, as the plain run beside itself."""
+    plain, first = session.baseline, session.first_run(config)
+    assert plain is not None
+    return session.in_slices(first or plain, plain) and config.world_size == 1
 
 
 def _round_spread(session: Session, config: TrainingConfig) -> Spread:
-    """Between the runs of a round with the plain run; of what has not run yet, as of the plain run beside itself."""
-    assert session.baseline is not None
-    first = session.first_run(config) or session.baseline
-    return SLICED if session.in_slices(first, session.baseline) else session.run_spread
+    """Between the runs of a round with the plain run."""
+    return SLICED if _is_sliced(session, config) else session.run_spread
 
 
 def _check(session: Session, leader: CandidateRuns) -> Option | None:
@@ -365,9 +400,9 @@ def _check(session: Session, leader: CandidateRuns) -> Option | None:
     gain = 0.0
     if plain is not None and plain.step_time_s is not None:
         base_s = plain.step_time_s.median
-        safe_s = min((candidate.look_s for candidate in passed), default=base_s)
+        safe_s = min((_at_plain_pace_s(session, candidate) for candidate in passed), default=base_s)
         gain = check_gain(
-            math.log(base_s / leader.look_s),
+            math.log(base_s / _at_plain_pace_s(session, leader)),
             max(0.0, math.log(base_s / safe_s)),
             kind_has_passed=numerics_of(leader.config) in known,
         )

@@ -38,9 +38,11 @@ an untried configuration is off by some 8 %; so candidates near the best are tri
 NOISE = RUN_SPREAD
 """Standard deviation of a measured logarithm: what one process differs from the next."""
 
-READINGS_DIFFER = 0.2
-"""So much a few readings of a core's speed (`Window.core_s`), which are moments, differ where nothing else has changed:
-two standard deviations of 19 % of a reading (`probes.cpu.time_core`), over four of them."""
+LEFT_OF_CORE = 0.7
+"""What is left of the spread between looks after their times are those of one speed of the cores (`FOLLOWS_CORE`)."""
+
+CORE_SD = 0.25
+"""Standard deviation of that power, over programs. Assumed."""
 
 Z_90, Z_95 = 1.645, 1.96
 
@@ -125,11 +127,10 @@ def _timed(trials: Sequence[Trial], codes: Array, prior: Prior) -> Observed:
     """The observed step times; those of which only a lower bound is known as the values that say the same.
 
     The noise of a time is what one process differs from the next (more where the cores change their speed by
-    themselves), the width of its own interval, what disturbed it, and by how much its core was slower than in the
-    other trials.
+    themselves), the width of its own interval, what disturbed it, and a part of what its core differed from the others.
     """
-    spread = core_spread(trial.window for trial in trials)
-    slower = _slower_cores(trials)
+    spread = max(RUN_SPREAD, LEFT_OF_CORE * core_spread(trial.window for trial in trials))
+    apart = CORE_SD * _cores_apart(trials)
     exact = [i for i, trial in enumerate(trials) if trial.step_time_s is not None and trial.at_least_s is None]
     late = [i for i, trial in enumerate(trials) if trial.at_least_s is not None]
     steps = [trials[i].step_time_s for i in exact]
@@ -138,7 +139,7 @@ def _timed(trials: Sequence[Trial], codes: Array, prior: Prior) -> Observed:
         values=np.array([math.log(step.median) for step in steps if step is not None]),
         mean=prior.log_time[exact],
         sd=prior.log_time_sd[exact],
-        noise=np.array([math.hypot(_noise(trials[i], spread), slower[i]) for i in exact]),
+        noise=np.array([math.hypot(_noise(trials[i], spread), apart[i]) for i in exact]),
     )
     if not late:
         return observed
@@ -153,16 +154,12 @@ def _timed(trials: Sequence[Trial], codes: Array, prior: Prior) -> Observed:
     )
 
 
-def _slower_cores(trials: Sequence[Trial]) -> Array:
-    """By how much the core of each trial was slower than in most of them: natural logarithms, less READINGS_DIFFER.
-
-    The step of a trial whose core was a third slower says little of its configuration, and nothing of those like it: in
-    a search on a shared Xeon one look in such a minute (0.58 of what was expected) gave the lead to another.
-    """
+def _cores_apart(trials: Sequence[Trial]) -> Array:
+    """By how much the core of each trial was slower or faster than in most of them: natural logarithms."""
     logs = [math.log(w.core_s) if (w := trial.window) is not None and w.core_s else math.nan for trial in trials]
     if np.isnan(logs).all():
         return np.zeros(len(trials))
-    return np.nan_to_num(np.maximum(np.array(logs) - np.nanmedian(logs) - READINGS_DIFFER, 0.0))
+    return np.nan_to_num(np.abs(np.array(logs) - np.nanmedian(logs)))
 
 
 def _noise(trial: Trial, spread: float) -> float:

@@ -6,7 +6,7 @@ In: step times and finished trials. Out: expected seconds of each candidate's tr
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -210,14 +210,21 @@ class TrialCost:
         again_s = compiled_s if was_warm(trial) else min(compiled_s, self.compile_s(trial.config, warm=True))
         return spent_s - compiled_s + again_s
 
-    def round_s(self, one: Trial, other: Trial, *, sliced: bool) -> float:
+    def round_s(
+        self, one: Trial, other: Trial, *, sliced: bool, slower: Callable[[Trial], float] = lambda trial: 1.0
+    ) -> float:
         """Expected seconds of running two finished trials again side by side.
 
         Args:
             one, other: The trials.
             sliced: In slices of time: both processes are built at once, and short steps are measured for SLICED_S.
+            slower: How many times as long its steps take now. Where they are short it makes no difference: so many
+                more are measured.
         """
-        together_s = self.repeat_s(one) + self.repeat_s(other)
+        together_s = 0.0
+        for trial in (one, other):
+            by = slower(trial) if self._micro_step_s(trial) > EXPENSIVE_S else 1.0
+            together_s += by * self.repeat_s(trial)
         if not sliced:
             return together_s
         longer_s = 0.0

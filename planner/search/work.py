@@ -40,8 +40,8 @@ slow, and nothing else fitted into the budget any more."""
 
 CHECK_FACTOR, CHECK_MORE_S = 1.5, 5.0
 """The parts of a parity check that a verdict can do without have so many times what was expected, and these seconds,
-but none of the claim's: a compiled GPT-2 was compiled three times in its check, which took 200 s of 10 minutes, and no
-time was left for its rounds. `autoplan verify` makes them."""
+but none of the fewest rounds of the claim: a compiled GPT-2 was compiled three times in its check, which took 200 s of
+10 minutes, and no time was left for its rounds. `autoplan verify` makes them."""
 
 DEADLINE_FACTOR, DEADLINE_LEAST_S = 4.0, 15.0
 """A further run is ended after so many times the longest good run of its configuration, and these seconds at least."""
@@ -171,7 +171,9 @@ def look_limits(session: Session, config: TrainingConfig) -> TrialLimits:
     budget_s, own_s = session.hard_deadline_s(after_s), LOOK_FACTOR * expected_s + LOOK_MORE_S
     if config.compile_mode in SLOW_COMPILE_MODES:
         own_s = min(own_s, SLOW_MODE_SHARE * session.budget_s)
-    best = best_trial((runs.first for runs in session.eligible), session.objective)  # for none that failed its check
+    firsts = (runs.first for runs in session.eligible)  # none that failed its check
+    paced = (trial.at_pace(session.model.pace / session.model.pace_of(trial)) for trial in firsts)
+    best = best_trial(paced, session.objective)
     beaten = to_beat(session.objective, best, config, session.run_spread, session.trials_done)
     return {
         "deadline_s": min(budget_s, own_s),

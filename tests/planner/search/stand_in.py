@@ -21,6 +21,7 @@ from autoplan.planner.records.trials import Interval, Outcome, Parity, PeakMemor
 from autoplan.planner.search import answer
 from autoplan.planner.search import run as search_run
 from autoplan.planner.search.answer import SearchRun
+from autoplan.planner.search.candidate_model import FOLLOWS_CORE
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.search.session import Session
@@ -74,6 +75,7 @@ class World:
         input_s: Of the data of a step, which runs do not wait for.
         passes: The verdict of a parity check; None: it does not come to its end.
         fate: What becomes of a run: fields of its `Trial`, by its order and the runs before; None: it is good.
+        core_slower: How many times as long a core takes, by the number of the run.
         made: The runs that were made, in order: purpose, configuration, round.
         checked: The configurations whose check was begun.
         check_times: For each: the seconds until its deadline, and those for parts that a verdict can do without.
@@ -90,6 +92,7 @@ class World:
     input_s: float = 0.0
     passes: Callable[[TrainingConfig], bool | None] = lambda config: True
     fate: Callable[[TrialOrder, int], dict[str, Any] | None] = lambda order, before: None
+    core_slower: Callable[[int], float] = lambda number: 1.0
     seed: int = 0
     made: list[tuple[str, TrainingConfig, int | None]] = field(default_factory=list)
     checked: list[TrainingConfig] = field(default_factory=list)
@@ -107,10 +110,12 @@ class World:
     def run(self, order: TrialOrder) -> Trial:
         """One run: drawn, stopped early where the real rule stops it, ended by its deadline."""
         config, before = order.config, sum(config == order.config for _, config, _ in self.made)
+        core = self.core_slower(len(self.made))
         self.made.append((order.purpose, config, order.round))
         self.orders.append(order)
         fate = self.fate(order, before) or {}
         step_s = self.seconds(config) * math.exp(self.random.normal(0.0, self.sd)) * fate.pop("slower", 1.0)
+        step_s *= core**FOLLOWS_CORE
         steps = step_s * np.exp(self.random.normal(0.0, 0.002, 5))
         compiling_s = 0.0
         warnings: tuple[str, ...] = ()
@@ -122,7 +127,8 @@ class World:
         accumulation = np.array([float(config.accumulation(GLOBAL_BATCH))])
         measuring_s = float(look_s(np.array([step_s]), accumulation)[0])
         facts: dict[str, Any] = {"outcome": Outcome.OK, "method": "whole_steps", "warnings": warnings}
-        facts["window"] = Window(seconds=measuring_s, disturbed=fate.pop("disturbed", None))
+        disturbed = fate.pop("disturbed", None)
+        facts["window"] = Window(seconds=measuring_s, disturbed=disturbed, core_s=1e-3 * core, core_readings=9)
         if order.to_beat is not None and facts["window"].disturbed is None:
             for number in range(3, 6):
                 found = measure.compare(steps[:number], order.to_beat)
@@ -244,6 +250,7 @@ class Observer(SearchObserver):
     def __init__(self, *, die_before: int | None = None) -> None:
         self.works: list[Work] = []
         self.notes: list[str] = []
+        self.phases: list[str] = []
         self.die_before = die_before
 
     def on_work(self, work: Work, best: Trial | None, budget: Any) -> None:
@@ -251,6 +258,9 @@ class Observer(SearchObserver):
             raise Killed
         assert len(self.works) < MOST_WORKS, f"it does not end; the last: {self.works[-1].describe()}"
         self.works.append(work)
+
+    def on_phase(self, name: str, detail: str = "") -> None:
+        self.phases.append(name)
 
     def on_note(self, text: str) -> None:
         self.notes.append(text)

@@ -50,7 +50,7 @@ def test_the_work_of_all_planners_counts() -> None:
 def test_a_search_ends_by_them_and_its_plan_says_so(searches: Searches) -> None:
     free = searches.search(World(), budget=1000.0)
     assert free.result.plan is not None
-    limit_s = 0.8 * free.session.store.spent_s
+    limit_s = 0.85 * free.session.store.spent_s
     limited = Searches(searches.folder.parent / "limited", searches.monkeypatch)
     found = limited.search(World(), budget=1000.0, max_device_hours=limit_s / HOUR_S)
     plan = found.result.plan

@@ -100,6 +100,28 @@ def test_the_claim_is_not_given_up_for_looks_where_the_budget_holds_it():
     assert next_work(replace(slow, check=option("parity", 15.0)), 30.0).kind == "look", "with its check it does not fit"
 
 
+def test_rounds_that_show_a_small_gain_wait_for_a_look_that_gains_more_for_its_time():
+    """And a look that gains less, or one after which even the fewest rounds do not fit, does not take their time."""
+    more = option("claim", 60.0, gain=0.02)
+    state = State(looks=[look(gain=0.2)], leader_needs_s=50.0, claim=option("claim", 50.0), further=more)
+    assert next_work(state, 61.0).kind == "look"
+    assert next_work(state, 59.0).kind == "claim", "the fewest rounds are kept"
+    little = replace(state, looks=[look(gain=0.002)])
+    assert next_work(little, 61.0).kind == "claim"
+    assert next_work(little, 119.0).kind == "claim"
+    assert next_work(little, 121.0).kind == "look", "there is time for both"
+    pair = replace(little, looks=(), pairs=[option("pair", gain=0.005)])
+    assert [next_work(pair, left_s).kind for left_s in (119.0, 121.0)] == ["claim", "pair"]
+    drawn = replace(state, looks=[replace(look(gain=1.0), config=None)])
+    assert [next_work(drawn, left_s).kind for left_s in (119.0, 121.0)] == ["claim", "look"], "its gain is not known"
+    again = replace(state, looks=[look(gain=0.02, check_s=100.0)])
+    assert next_work(again, 111.0).kind == "claim", "the leader has passed its check, and the other one needs one"
+    assert next_work(replace(again, check=option("parity", 1.0)), 111.0).kind == "look"
+    sharper = replace(little, sharpen=[option("probe", 25.0)])
+    assert next_work(sharper, 140.0).kind == "look", "a probe does not take the time of the rounds either"
+    assert next_work(sharper, 150.0).kind == "probe"
+
+
 def test_the_next_best_that_fits_is_taken_where_the_best_does_not():
     state = State(looks=[look(A, gain=0.9, cost_s=50.0), look(B, gain=0.1, cost_s=5.0)])
     assert next_work(state, 100.0).config == A
@@ -187,7 +209,8 @@ def test_the_rounds_of_a_claim_are_not_interrupted():
     assert next_work(replace(state, claim=None), 1000.0).kind == "end", "and nothing comes after them"
     assert next_work(state, TRIED_SHARE * 20.0).kind == "claim", "without it those before are lost"
     assert next_work(state, 0.99 * TRIED_SHARE * 20.0).kind == "end", "a round that does not fit is not begun"
-    assert next_work(replace(state, claim_began=False, looks=[], pairs=[]), 19.0).kind == "end"
+    first = replace(state, claim_began=False, looks=[], pairs=[])
+    assert [next_work(first, share * 20.0).kind for share in (TRIED_SHARE, 0.99 * TRIED_SHARE)] == ["claim", "end"]
 
 
 def test_the_claim_comes_when_nothing_that_betters_the_plan_is_left():
@@ -302,6 +325,7 @@ def drawn(draw: random.Random) -> State:
         pairs=[some("pair") for _ in range(draw.randrange(3))],
         leader_needs_s=sum(one.cost_s for one in (check, claim) if one is not None),
         claim=claim,
+        further=None if claim is None else maybe("claim", needs_s=0.0, devices=1),
         claim_began=claim is not None and draw.random() < 0.2,
         out_of_looks=draw.random() < 0.2,
         hopeful=draw.random() < 0.5,
@@ -337,7 +361,7 @@ def test_in_any_state_the_leader_keeps_what_it_needs_and_the_search_ends():
             if work.kind == "end":
                 break
             if work.kind == "claim":
-                assert (TRIED_SHARE if state.claim_began else 1.0) * work.cost_s <= left_s
+                assert TRIED_SHARE * work.cost_s <= left_s
             elif work.kind != "parity":
                 before_look = work.kind in ("probe", "trace")
                 after_s = left_s - work.cost_s

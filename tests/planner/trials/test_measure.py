@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from autoplan.planner.records.trials import Interval
+from autoplan.planner.records.trials import Interval, Outcome
 from autoplan.planner.trials.measure import (
     drop_warmup,
     invert,
@@ -17,6 +17,8 @@ from autoplan.planner.trials.measure import (
     step_terms,
     sum_interval,
 )
+from autoplan.strategies.config import TrainingConfig
+from tests.recorded import make_trial
 
 
 def steady(median: float, spread: float = 0.0, samples: int = 9) -> Interval:
@@ -30,6 +32,20 @@ def test_median_interval_holds_the_median_of_the_source_about_as_often_as_it_say
         interval = median_interval(rng.lognormal(0.0, 0.05, 15), seed=trial)
         held += interval.low <= 1.0 <= interval.high
     assert held / 300 >= 0.90
+
+
+def test_a_trial_at_another_pace_has_all_its_times_and_its_rate_at_that_pace():
+    config = TrainingConfig(micro_batch=2)
+    trial = make_trial(1, config, 0.5, parts_s={"micro_step": 0.2}, samples_s={"step": (0.4, 0.6)}, loss=2.0)
+    trial = trial.model_copy(update={"step_time_s": steady(0.5, 0.5)})
+    slow = trial.at_pace(2.0)
+    assert slow.step_time_s == Interval(median=1.0, low=0.5, high=1.5, samples=9)
+    assert (slow.parts_s, slow.samples_s) == ({"micro_step": 0.4}, {"step": (0.8, 1.2)})
+    assert slow.tokens_per_s is not None and trial.tokens_per_s is not None
+    assert slow.tokens_per_s.median == pytest.approx(trial.tokens_per_s.median / 2)
+    assert slow.loss == 2.0 and slow.at_pace(0.5) == trial
+    late = make_trial(1, config, None, outcome=Outcome.PRUNED, at_least_s=3.0).at_pace(2.0)
+    assert (late.at_least_s, late.step_time_s, late.tokens_per_s) == (6.0, None, None)
 
 
 def test_heavy_tails_move_the_median_interval_little():
@@ -89,7 +105,7 @@ def test_a_large_spread_gives_a_warning():
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
-@pytest.mark.parametrize("between", [0.005, 0.025, 0.04])
+@pytest.mark.parametrize("between", [0.025, 0.04])
 def test_equal_configurations_seldom_win(rounds: int, between: float):
     """At equal means the interval of the ratio leaves 1 below itself in at most 5 % of the cases."""
     rng = np.random.default_rng(7)
