@@ -421,7 +421,7 @@ def make_trial(
         config=order.config,
         outcome=verdict.outcome,
         detail=verdict.detail,
-        reason=verdict.reason,
+        reason=f"{verdict.reason}{_of_it_compiling(report)}" if report.ended is Ended.DEADLINE else verdict.reason,
         budget_ended=total and order.deadline_of_budget,
         phase=report.phase,
         step_time_s=step,
@@ -438,6 +438,12 @@ def make_trial(
         exit_status=_exit_status(shown) if failed and shown is not None else None,
         cause=None if cause is None else cause.value,
     )
+
+
+def _of_it_compiling(report: ProcessReport) -> str:
+    """A clause on a trial that was late: how much of its time a compilation took; else nothing."""
+    compiling_s = report.phase_seconds.get("compile", 0.0)
+    return f"; compiling took {compiling_s:.3g} s of it" if compiling_s else ""
 
 
 def _at_least_s(order: TrialOrder, report: ProcessReport, global_batch: int) -> float | None:
