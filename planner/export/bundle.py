@@ -97,6 +97,16 @@ def _imports(node: ast.stmt) -> Iterator[Import]:
             yield from (Import(node.module, name, alias.asname or name) for name in names)
 
 
+@functools.cache
+def _names_in(name: str) -> frozenset[str]:
+    """All names in a source file."""
+    return frozenset(one.id for one in ast.walk(ast.parse(read_module(name))) if isinstance(one, ast.Name))
+
+
+_FOLDED: dict[tuple[str, str], Module] = {}
+"""Files of the kit as they were folded, by their name and the settings that they ask: many plans ask the same."""
+
+
 def fold(text: str, settings: Mapping[str, Any]) -> str:
     """The text without the `if` statements and expressions that ask settings alone: of each, the branch that runs."""
     lines = text.splitlines()
@@ -177,6 +187,8 @@ class _Uses(ast.NodeVisitor):
         self._into(self.later, node.body)
 
 
+_uses_of = functools.cache(_Uses)
+
 _SCOPES = (ast.FunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 """The syntax nodes that have names of their own."""
 
@@ -224,7 +236,11 @@ class Bundle:
         if not name.startswith(KIT):
             return _parsed(name)
         if name not in self._kit:
-            self._kit[name] = parse_module(fold(read_module(name), self._values))
+            asked = {one: self._values[one] for one in sorted(_names_in(name)) if one in self._values}
+            key = name, repr(asked)
+            if key not in _FOLDED:
+                _FOLDED[key] = parse_module(fold(read_module(name), asked))
+            self._kit[name] = _FOLDED[key]
         return self._kit[name]
 
     def _take(self, name: Name) -> None:
@@ -235,7 +251,7 @@ class Bundle:
             return
         module = self._module(name.module)
         assert name.name in module.definitions, f"{name.module} no longer defines {name.name}: change the export too"
-        uses = self._taken[name] = _Uses(module.definitions[name.name])
+        uses = self._taken[name] = _uses_of(module.definitions[name.name])
         for used in sorted(uses.at_once | uses.later | uses.annotated):
             found = self._resolve(name.module, used)
             if isinstance(found, Import):
