@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -128,6 +129,11 @@ class Ended(NamedTuple):
     code: int
     out: str
     err: str
+
+    @property
+    def document(self) -> Any:
+        """What it printed, where that is JSON."""
+        return json.loads(self.out)
 
 
 @pytest.fixture

@@ -107,16 +107,21 @@ def wrong_way(module: str, tree: ast.AST) -> list[str]:
     ]
 
 
-def imports_between_files() -> dict[str, set[str]]:
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    """Each module of the package, parsed as the oldest Python does that may run it."""
+    return {module: ast.parse(path.read_text(), str(path), feature_version=(3, 11)) for module, path in source_files()}
+
+
+def imports_between_files(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
     """For each module, the modules of autoplan that it imports."""
-    files = dict(source_files())
     found: dict[str, set[str]] = {}
-    for module, path in files.items():
+    for module, tree in trees.items():
         found[module] = set()
-        for name, _ in imported_names(ast.parse(path.read_text())):
+        for name, _ in imported_names(tree):
             parts = home(name).split(".")
             known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-            target = next((candidate for candidate in known if candidate in files), None)
+            target = next((candidate for candidate in known if candidate in trees), None)
             if target is not None and target != module:
                 found[module].add(target)
     return found
@@ -164,10 +169,8 @@ def circles(imports: Imports) -> list[list[str]]:
     return found
 
 
-def test_imports_go_one_way() -> None:
-    files = list(source_files())
-    assert len(files) > 150, "the walk no longer follows the links"
-    wrong = [line for module, path in files for line in wrong_way(module, ast.parse(path.read_text()))]
+def test_imports_go_one_way(trees: Mapping[str, ast.Module]) -> None:
+    wrong = [line for module, tree in trees.items() for line in wrong_way(module, tree)]
     assert not wrong, "a package imports only from those before it in ORDER"
 
 
@@ -184,8 +187,8 @@ def test_the_direction_check_sees_a_wrong_import() -> None:
     assert wrong_way("autoplan.strategies.workloads.spec", ast.parse("import autoplan.strategies.prepare"))
 
 
-def test_no_file_and_no_package_imports_itself_in_a_circle() -> None:
-    files = imports_between_files()
+def test_no_file_and_no_package_imports_itself_in_a_circle(trees: Mapping[str, ast.Module]) -> None:
+    files = imports_between_files(trees)
     assert circles(files) == []
     assert circles(imports_between_packages(files)) == []
 
@@ -216,11 +219,9 @@ def test_the_check_of_cheapness_sees_a_heavy_import() -> None:
     assert "numpy" in loaded_by("import autoplan, numpy")
 
 
-@pytest.mark.parametrize(
-    "module", ["autoplan.planner.plan.plan", "autoplan.strategies.config", "autoplan.probes.profile"]
-)
-def test_records_load_without_torch(module: str) -> None:
-    assert not loaded_by(f"import {module}") & {"torch", "optuna", "transformers"}
+def test_records_load_without_torch() -> None:
+    modules = "autoplan.planner.plan.plan, autoplan.strategies.config, autoplan.probes.profile"
+    assert not loaded_by(f"import {modules}") & {"torch", "optuna", "transformers"}
 
 
 @pytest.mark.parametrize("package", ["planner", "probes", "strategies"])
@@ -260,12 +261,10 @@ def test_each_strategy_is_registered_and_stands_in_techniques() -> None:
     assert len(set(names)) == len(names), names
 
 
-def test_the_sources_parse_in_the_oldest_python() -> None:
-    for _, path in source_files():
-        ast.parse(path.read_text(), feature_version=(3, 11))
+def test_the_sources_parse_in_the_oldest_python(trees: Mapping[str, ast.Module]) -> None:
+    assert len(trees) > 150, "the walk no longer follows the links"
 
 
-def test_every_file_opens_with_what_it_is() -> None:
-    files = [path for _, path in source_files()]
-    silent = [str(path.relative_to(ROOT)) for path in files if not ast.get_docstring(ast.parse(path.read_text()))]
+def test_every_file_opens_with_what_it_is(trees: Mapping[str, ast.Module]) -> None:
+    silent = [module for module, tree in trees.items() if not ast.get_docstring(tree)]
     assert not silent, "each file says in its first line what it is for"

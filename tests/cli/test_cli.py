@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -27,29 +25,12 @@ from tests.recorded import make_plain_plan, make_plan
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> dict:
-        return json.loads(self.out)
-
-
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Ended]:
+def cli(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs a command in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-    def run(*arguments: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["autoplan", *map(str, arguments)])
-        code = app.run()
-        printed = capsys.readouterr()
-        return Ended(code, printed.out, printed.err)
-
-    return run
+    return cli
 
 
 @pytest.fixture
@@ -260,7 +241,7 @@ def test_a_shell_completes_commands_options_and_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_no_word_of_the_knobs_is_broken(cli, columns: int, monkeypatch, capsys) -> None:
+def test_no_word_of_the_knobs_is_broken(cli, columns: int, monkeypatch) -> None:
     console = Console(width=columns, force_terminal=True, no_color=True)
     monkeypatch.setattr(output, "console", lambda *, stderr=True: console)
     assert (words := set(cli("knobs").out.split())) >= {"scaled_dot_product_attention,", "max-autotune-no-cudagraphs,"}
@@ -353,13 +334,13 @@ def test_the_end_of_a_search_without_a_gain_names_the_command_that_goes_on(monke
     }  # fmt: skip
 
 
-def test_the_end_of_a_search_is_a_dozen_lines_and_show_has_the_rest(cli, plan_file, monkeypatch, capsys) -> None:
+def test_the_end_of_a_search_is_a_dozen_lines_and_show_has_the_rest(cli, plan_file, capfd) -> None:
     from autoplan.cli.search_result import show_result
     from autoplan.planner.search.options import SearchResult
 
     plan = make_plan()
     show_result(SearchResult(status="plan_found", plan=plan, plan_path="my plan.json"), Path("plan.json"))
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     lines = [*printed.out.splitlines(), *printed.err.strip().splitlines()]
     assert len([part for line in lines for part in textwrap.wrap(line, 80)]) <= 12, lines
     assert lines[0].startswith("speed-up: ") and "(3.10 to 3.30) the plain run" in lines[0]
@@ -368,7 +349,7 @@ def test_the_end_of_a_search_is_a_dozen_lines_and_show_has_the_rest(cli, plan_fi
     assert "next: autoplan export 'my plan.json' --to pytorch" in printed.err
     assert "Ruled out" not in printed.out and "Ruled out" in cli("show", plan_file).out
     show_result(SearchResult(status="plan_found", plan=plan), Path("plan.json"), whole=True)
-    assert "Ruled out" in capsys.readouterr().out, "with --verbose"
+    assert "Ruled out" in capfd.readouterr().out, "with --verbose"
 
 
 def test_show_json_holds_the_plan(cli, plan_file) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from autoplan.processes import linux
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
 from tests.cases import some
+from tests.processes.helpers import wait_until
 from tests.recorded import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,10 +107,7 @@ def command(cli: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def wait_until_gone(*pids: int) -> None:
-    deadline = time.monotonic() + 20
-    while any(linux.start_ticks(pid) is not None for pid in pids):
-        assert time.monotonic() < deadline, f"still there: {pids}"
-        time.sleep(0.05)
+    assert wait_until(lambda: all(linux.start_ticks(pid) is None for pid in pids), 20.0), f"still there: {pids}"
 
 
 def test_one_rank_takes_the_place_of_the_command(folder: Path) -> None:
@@ -158,11 +155,11 @@ def test_two_ranks_are_started_and_the_first_exit_code_is_the_answer(folder: Pat
 
 BLAME = """
 import os, signal, sys, time
-import torch, torch.distributed as dist
 
 way, first = sys.argv[1], int(sys.argv[2])
 rank = int(os.environ["RANK"])
 if way == "group":
+    import torch, torch.distributed as dist  # which takes seconds, and the other ways need none
     dist.init_process_group("gloo")
 if way == "saves":  # as many trainings do at SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))

@@ -5,6 +5,7 @@ A new knob fails here until it has values to try and a test that runs them.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ TOO_SLOW = {"compile_mode": {"max-autotune-no-cudagraphs"}}
 """On a CPU it tunes for minutes at each compilation."""
 
 
+@functools.cache
 def run_by_tests() -> set[tuple[str, Any]]:
     """(knob, value) of every configuration that a parity test runs."""
     on_one_rank = {case.values[1:] for name in WORKLOADS for case in offered(name)}
@@ -33,6 +35,7 @@ def run_by_tests() -> set[tuple[str, Any]]:
     return on_one_rank | {pair for table in tables for knobs in table.values() for pair in knobs.items()}
 
 
+@functools.cache
 def left_out_here() -> set[tuple[str, Any]]:
     """(knob, value) of what no workload of the contract offers on this machine, for a stated reason."""
     workload = WORKLOADS["gpt2"]()

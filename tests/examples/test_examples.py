@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ import torch
 
 import autoplan
 from tests.recorded import make_plan
+from tests.test_docs import load
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,7 +76,7 @@ def test_image_classifier_is_planned(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("probed_machine")
 def test_the_tutorial_goes_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command of the page runs, with a smaller search, and its output has the lines that the page shows."""
-    page = load_tutorial()
+    page = load("run_tutorial")
     shutil.copy(EXAMPLES / "tutorial.py", tmp_path)
     (tmp_path / ".cache_home").symlink_to(os.environ["XDG_CACHE_HOME"])  # where the machine is probed already
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -97,7 +96,7 @@ def test_the_tutorial_goes_as_its_page_says(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("command", ["autoplan show | head -24", "autoplan explain --knob precision"])
 def test_what_the_tutorial_shows_of_a_plan_is_what_is_printed(command: str, tmp_path: Path, cli: Any) -> None:
     """The same of a plan from records: these commands read its file alone."""
-    page = load_tutorial()
+    page = load("run_tutorial")
     (body,) = [block["body"] for block in page.BLOCK.finditer(page.PAGE.read_text()) if f"$ {command}" in block["body"]]
     words = command.partition(" | ")[0].split()[1:]
     ended = cli(words[0], make_plan().save(tmp_path / "plan.json"), *words[1:])
@@ -121,20 +120,12 @@ def missing_lines(forms: list[str], text: str) -> set[str]:
     return missing - (WITH_A_GAIN if "no gain found" in flat else WITHOUT_A_GAIN)
 
 
-def load_tutorial() -> ModuleType:
-    """docs/run_tutorial.py as a module."""
-    spec = importlib.util.spec_from_file_location("run_tutorial", ROOT / "docs" / "run_tutorial.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_form_of_an_output_is_how_its_lines_begin() -> None:
     body = "$ a\n...\nspeed-up: 1.58 (1.48)\n  tokens/s     9,181\n  optimizer_step  fused\n$ b\n$ c\nother: x\n"
-    forms = load_tutorial().forms(body, "a")
-    assert forms == ["speed-up", "tokens/s", "optimizer_step"] and load_tutorial().commands(body) == ["a", "b", "c"]
-    assert load_tutorial().forms(body, "b") == [] and load_tutorial().forms(body, "c") == ["other"]
+    tutorial = load("run_tutorial")
+    forms = tutorial.forms(body, "a")
+    assert forms == ["speed-up", "tokens/s", "optimizer_step"] and tutorial.commands(body) == ["a", "b", "c"]
+    assert tutorial.forms(body, "b") == [] and tutorial.forms(body, "c") == ["other"]
     assert missing_lines(forms, "speed-up: 2\ntokens per s  3") == {"tokens/s"}
     assert missing_lines(forms, "no gain found in 9 s\n  tokens/s   3") == set()
     assert missing_lines(forms, "tokens/s   3") == {"speed-up"}

@@ -2,7 +2,7 @@
 
     plan = make_plan(micro_batch=2, dp_replicate=2)
     wanted = plain_loop(plan)
-    assert compare(prepared(plan), wanted) == []
+    assert compare(prepared(plan, zygote), wanted) == []
     assert compare(SixSteps.load(file_that_the_tool_wrote), wanted) == []
 
 `plain_loop` is written with torch alone and knows nothing of how a plan is applied. It runs in one process whatever
@@ -213,13 +213,11 @@ def prepared(plan: Plan, zygote: Zygote | None = None) -> SixSteps:
 
     Args:
         plan: From `make_plan`.
-        zygote: Where several ranks are forked from; None: one of its own, which takes seconds to start.
+        zygote: Where several ranks are forked from; one needs none.
     """
     if plan.config.world_size == 1:
         return _run_prepared(plan)
-    if zygote is None:
-        with Zygote(preload=("torch", "transformers")) as own:
-            return prepared(plan, own)
+    assert zygote is not None, "of several ranks"
     with tempfile.TemporaryDirectory() as folder:
         task = Task(
             target="tests.exports.six_steps:prepared_in_rank",

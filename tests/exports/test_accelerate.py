@@ -1,4 +1,4 @@
-"""The target accelerate: its launcher reads the file back, FSDP2 trains as the plan does, and what is refused."""
+"""The target accelerate: its launcher reads the file back, FSDP2 trains as the plan does, and its companion."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from autoplan.errors import ExportError
 from autoplan.planner.export.accelerate import expected, read_back
 from autoplan.planner.export.run import load_target
-from tests.exports.environments import run_python
+from autoplan.processes import RankContext, Task, Zygote
 from tests.exports.six_steps import WORKLOAD, make_plan
+from tests.exports.train_export import load_module
 from tests.exports.trained import differences, on_gpus
 
 pytest.importorskip("accelerate")
@@ -55,20 +55,17 @@ def test_the_batch_is_not_in_the_file_but_in_the_companion() -> None:
     assert "Written for accelerate 1.15.0" in text and "Written for accelerate 1.15.0" in module
 
 
-@pytest.mark.parametrize(
-    ("knobs", "wanted"),
-    [({"tp": 2}, "tensor parallelism"), ({"pp": 2}, "pipeline"), ({"dp_shard": 2}, "shards on a CPU")],
-)
-def test_what_accelerate_cannot_run_is_refused_and_the_nearest_named(knobs: dict[str, int], wanted: str) -> None:
-    with pytest.raises(ExportError, match=wanted) as error:
-        load_target("accelerate").render(make_plan(**knobs), "export")
-    assert "pytorch" in error.value.hint or "plan.prepare()" in error.value.hint
+def started_by_no_launcher(context: RankContext, companion: str) -> str:
+    """What a companion says in a plain process."""
+    with pytest.raises(RuntimeError) as error:
+        load_module(companion).make_accelerator()
+    return str(error.value)
 
 
-def test_a_companion_started_otherwise_says_so(tmp_path: Path) -> None:
-    from tests.exports import train_export
-    from tests.exports.trained import export
-
-    export("accelerate", tmp_path, WORKLOAD, dp_replicate=2)
-    ended = run_python(None, [train_export.__file__, "accelerate", tmp_path], cwd=tmp_path, check=False)
-    assert ended.returncode and "accelerate launch --config_file export.yaml" in ended.stderr
+def test_a_companion_started_otherwise_says_so(tmp_path: Path, training_zygote: Zygote) -> None:
+    _, module = load_target("accelerate").render(make_plan(dp_replicate=2), "export").files.values()
+    companion = tmp_path / "export_companion.py"
+    companion.write_text(module)
+    task = Task(target=started_by_no_launcher, args=(str(companion),), total_deadline_s=60.0)
+    (said,) = training_zygote.run(task).check().results
+    assert "accelerate launch --config_file export.yaml" in said

@@ -122,8 +122,10 @@ def test_the_plans_own_workload_runs_without_arguments(tmp_path: Path) -> None:
     assert words[-1] == "elsewhere.json"
 
 
-@pytest.mark.parametrize("name", ["it's", 'q"q', "a'b\"c", "$HOME`x`", "a\\", "-x", "#a;b", "a\tb", "é"])
-@pytest.mark.parametrize("to", ["torchrun", "slurm"])
+ODD = ("a'b\"c", "$HOME`x`", "a\\", "-x", "#a;b", "a\tb", "é")
+
+
+@pytest.mark.parametrize(("to", "name"), [*(("torchrun", name) for name in ODD), ("slurm", ODD[0]), ("slurm", "-x")])
 def test_bash_finds_the_plan_whatever_its_name_is(to: str, name: str, tmp_path: Path) -> None:
     script, file = export_plan(two_ranks(tmp_path), to, tmp_path / f"{name}.sh").paths
     path = programs(tmp_path / "bin", torchrun=True)
@@ -132,8 +134,8 @@ def test_bash_finds_the_plan_whatever_its_name_is(to: str, name: str, tmp_path: 
     assert Path(json.loads(done.stdout)[0][-1]).name == file.name == f"{name}.plan.json"
 
 
-@pytest.mark.parametrize("name", ["a\nb", "it's\n'", "a\rb", "a\x1b[2Jb", "a\u2028b", "a\u202eb", "a\udc80"])
-@pytest.mark.parametrize("to", ["torchrun", "slurm", "json", "pytorch"])
+@pytest.mark.parametrize("name", ["a\nb", "a\rb", "a\x1b[2Jb", "a\u2028b", "a\u202eb", "a\udc80"])
+@pytest.mark.parametrize("to", ["torchrun", "pytorch"])
 def test_a_name_of_several_lines_is_refused(to: str, name: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan.planner.export.run import export_plan
+from autoplan.planner.export.run import export_plan, load_target
 from autoplan.planner.plan.plan import Plan
+from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.techniques import fp8
@@ -74,13 +76,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def steps_of(run_script: Run) -> Callable[[str], SixSteps]:
+    """Six steps of the script of a case, run once."""
+    return functools.cache(lambda case: run_script(make_plan(WORKLOAD, **CASES[case])))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", some(CASES, ("one", "ddp", "fsdp", "tp")))
-def test_a_language_model_trains_as_a_plain_loop_does(case: str, run_script: Run) -> None:
+def test_a_language_model_trains_as_a_plain_loop_does(case: str, steps_of: Callable[[str], SixSteps]) -> None:
     plan = make_plan(WORKLOAD, **CASES[case])
     wanted = plain_loop(plan)
     assert min(wanted.grad_norms) > 2 * 0.1, "clipping would change nothing"
-    assert compare(run_script(plan), wanted) == []
+    assert compare(steps_of(case), wanted) == []
 
 
 @pytest.mark.slow
@@ -94,12 +102,14 @@ def test_running_statistics_are_those_of_a_plain_loop(ranks: str, run_script: Ru
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", some(("one", "ddp", "fsdp"), ("ddp",)))
-def test_the_script_is_the_plans_own_run(case: str, run_script: Run) -> None:
+def test_the_script_is_the_plans_own_run(
+    case: str, steps_of: Callable[[str], SixSteps], training_zygote: Zygote
+) -> None:
     """Against plan.prepare the code is the same, and so are the numbers, but for the last bit of a loss's division."""
     plan = make_plan(WORKLOAD, **CASES[case])
-    wanted, scale = prepared(plan), plain_loop(plan)
+    wanted, scale = prepared(plan, training_zygote), plain_loop(plan)
     wanted.start.update(scale.start)
-    assert compare(run_script(plan), wanted, relative=2e-6) == []
+    assert compare(steps_of(case), wanted, relative=2e-6) == []
 
 
 @pytest.mark.slow
@@ -256,7 +266,6 @@ def test_a_users_model_with_a_fused_loss_and_checkpointing_of_its_own(run_script
     config = TrainingConfig(micro_batch=4, loss="fused", attention="eager")
     plan = make_recorded_plan(config, workload=spec, accumulation=2)
     assert run_script(plan).losses == pytest.approx(own_losses(plan), rel=1e-6)
-    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", workload=named(plan)).paths
-    text = path.read_text()
+    (text,) = load_target("pytorch").render(plan, "train").files.values()
     assert "HEAD = 'lm_head'" in text and "DeferredLoss(workload.loss, linear, kernel)" in text
     assert "without_own_checkpointing(self._own_checkpointing)" in text

@@ -34,22 +34,16 @@ def test_a_plan_trains_as_the_plain_loop_does(workload: str) -> None:
     assert all((value != wanted.start[name]).any() for name, value in wanted.parameters.items())
 
 
-@pytest.fixture
-def zygote(training_zygote: Zygote) -> Zygote:
-    return training_zygote
+@pytest.mark.slow
+def test_two_ranks_with_shards_train_as_the_plain_loop_does(training_zygote: Zygote) -> None:
+    plan = make_plan(WORKLOAD, dp_shard=2)
+    assert compare(prepared(plan, training_zygote), plain_loop(plan)) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("knobs", [{"dp_replicate": 2}, {"dp_shard": 2}])
-def test_two_ranks_train_as_the_plain_loop_does(knobs: dict[str, int], zygote: Zygote) -> None:
-    plan = make_plan(WORKLOAD, **knobs)
-    assert compare(prepared(plan, zygote), plain_loop(plan)) == []
-
-
-@pytest.mark.slow
-def test_two_ranks_have_the_buffers_of_the_first(zygote: Zygote) -> None:
+def test_two_ranks_have_the_buffers_of_the_first(training_zygote: Zygote) -> None:
     plan = make_plan(BATCH_NORM, dp_replicate=2)
-    found = prepared(plan, zygote)
+    found = prepared(plan, training_zygote)
     assert compare(found, plain_loop(plan)) == []
     other_share = compare(found, plain_loop(plan, shares="interleaved"))
     assert other_share and all("running" in difference for difference in other_share)
@@ -73,10 +67,15 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def wanted() -> SixSteps:
+    """Six steps of the language model, of which nothing is lost."""
+    return plain_loop(make_plan())
+
+
 @pytest.mark.parametrize("lost", WRONG)
-def test_what_an_export_could_lose_shows(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_export_could_lose_shows(lost: str, wanted: SixSteps, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan()
-    wanted = plain_loop(plan)
     right = workloads.language()
     monkeypatch.setattr(workloads, "language", lambda: dataclasses.replace(right, **WRONG[lost]))
     differences = compare(plain_loop(plan), wanted)

@@ -20,9 +20,9 @@ from tests.exports import workloads
 from tests.exports.six_steps import SixSteps, function_of, global_batches, samples, tensors_of
 
 
-def load_companion(folder: Path) -> Any:
-    """The exported module."""
-    spec = importlib.util.spec_from_file_location("companion", folder / "export_companion.py")
+def load_module(path: str | Path) -> Any:
+    """An exported module."""
+    spec = importlib.util.spec_from_file_location("exported", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -177,7 +177,7 @@ def main(tool: str, folder: Path) -> None:
     if "PRETEND_GPUS" in os.environ:
         pretend_gpus()
     plan = Plan.model_validate_json((folder / "plan.json").read_text())
-    found = TOOLS[tool](plan, load_companion(folder), folder)
+    found = TOOLS[tool](plan, load_module(folder / "export_companion.py"), folder)
     if found is not None:
         found.save(folder / "steps.pt")
     if torch.distributed.is_initialized():

@@ -7,7 +7,6 @@ Lightning starts the other ranks itself, by this command again. `mean` leaves `g
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import sys
 from collections.abc import Iterator
@@ -21,14 +20,7 @@ from torch.utils.data import DataLoader
 
 from autoplan.planner.plan.plan import Plan
 from tests.exports.six_steps import SixSteps, function_of, samples, tensors_of
-
-
-def load_module(path: str) -> Any:
-    spec = importlib.util.spec_from_file_location("exported", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.exports.train_export import load_module
 
 
 class Share:

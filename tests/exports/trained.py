@@ -53,7 +53,7 @@ def differences(
         interleaved: The tool deals micro-batches out to the ranks one by one.
         relative: See `compare`.
         with_prepare: Compare with plan.prepare too, whose ranks have contiguous shares.
-        zygote: Forks the ranks of plan.prepare; None: one of its own.
+        zygote: Forks the ranks of plan.prepare, where there are several.
         pretend_gpus: The plan is for GPUs, and accelerate takes the CPU for some.
         **knobs: Of the plan.
     """

@@ -162,7 +162,7 @@ def serve(budget_s: float | None, folder: Path) -> None:
 @contextlib.contextmanager
 def shared_zygote() -> Iterator[None]:
     """Searches in this process start their ranks from one zygote."""
-    from autoplan.planner.search import run
+    from autoplan.planner.search import nodes
     from autoplan.planner.search.preload import PRELOAD
     from autoplan.processes.client import Zygote
 
@@ -173,11 +173,11 @@ def shared_zygote() -> Iterator[None]:
             zygote.start()  # does nothing if it runs
             yield zygote
 
-        own, run.Zygote = run.Zygote, same  # type: ignore[misc, assignment]
+        own, nodes.Zygote = nodes.Zygote, same  # type: ignore[misc, assignment]
         try:
             yield
         finally:
-            run.Zygote = own  # type: ignore[misc]
+            nodes.Zygote = own  # type: ignore[misc]
 
 
 class Runner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,27 @@ class FakeGpu:
     events: int = 0
     nvlinks: list[tuple[int, str | None]] = field(default_factory=list)  # (version enum, bus of the other end)
     unsupported: set[str] = field(default_factory=set)
+
+
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "nvmlDeviceGetName": lambda gpu: gpu.name,
+    "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
+    "nvmlDeviceGetMemoryInfo": lambda gpu: Record(total=gpu.total, free=gpu.free, used=gpu.total - gpu.free),
+    "nvmlDeviceGetMigMode": lambda gpu: [int(gpu.mig), int(gpu.mig)],
+    "nvmlDeviceGetPciInfo": lambda gpu: Record(busId=gpu.bus),
+    "nvmlDeviceGetClockInfo": lambda gpu, kind: {1: 1980, 2: 2619}[kind],
+    "nvmlDeviceGetMaxClockInfo": lambda gpu, kind: {1: 1980, 2: 2619}[kind],
+    "nvmlDeviceGetPowerUsage": lambda gpu: 120_500,
+    "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: 700_000,
+    "nvmlDeviceGetTemperature": lambda gpu, sensor: 41,
+    "nvmlDeviceGetUtilizationRates": lambda gpu: Record(gpu=3, memory=1),
+    "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: gpu.events,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: gpu.events,
+    "nvmlDeviceGetComputeRunningProcesses": lambda gpu: gpu.processes,
+    "nvmlDeviceGetMaxPcieLinkGeneration": lambda gpu: 5,
+    "nvmlDeviceGetCurrPcieLinkWidth": lambda gpu: 16,
+}
+"""What is asked of one GPU: the function, and its answer."""
 
 
 class FakeNvml:
@@ -74,74 +96,10 @@ class FakeNvml:
                     return candidate
         raise self.NVMLError(6)
 
-    def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:
-        self._need(gpu, "nvmlDeviceGetName")
-        return gpu.name
-
-    def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:
-        self._need(gpu, "nvmlDeviceGetUUID")
-        return gpu.uuid
-
-    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> Record:
-        self._need(gpu, "nvmlDeviceGetMemoryInfo")
-        return Record(total=gpu.total, free=gpu.free, used=gpu.total - gpu.free)
-
-    def nvmlDeviceGetMigMode(self, gpu: FakeGpu) -> list[int]:
-        self._need(gpu, "nvmlDeviceGetMigMode")
-        return [int(gpu.mig), int(gpu.mig)]
-
     def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: FakeGpu, index: int) -> FakeGpu:
         if index >= len(gpu.instances):
             raise self.NVMLError(6)
         return gpu.instances[index]
-
-    def nvmlDeviceGetPciInfo(self, gpu: FakeGpu) -> Record:
-        self._need(gpu, "nvmlDeviceGetPciInfo")
-        return Record(busId=gpu.bus)
-
-    def nvmlDeviceGetClockInfo(self, gpu: FakeGpu, kind: int) -> int:
-        self._need(gpu, "nvmlDeviceGetClockInfo")
-        return {1: 1980, 2: 2619}[kind]
-
-    def nvmlDeviceGetMaxClockInfo(self, gpu: FakeGpu, kind: int) -> int:
-        self._need(gpu, "nvmlDeviceGetMaxClockInfo")
-        return {1: 1980, 2: 2619}[kind]
-
-    def nvmlDeviceGetPowerUsage(self, gpu: FakeGpu) -> int:
-        self._need(gpu, "nvmlDeviceGetPowerUsage")
-        return 120_500
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, gpu: FakeGpu) -> int:
-        self._need(gpu, "nvmlDeviceGetEnforcedPowerLimit")
-        return 700_000
-
-    def nvmlDeviceGetTemperature(self, gpu: FakeGpu, sensor: int) -> int:
-        self._need(gpu, "nvmlDeviceGetTemperature")
-        return 41
-
-    def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> Record:
-        self._need(gpu, "nvmlDeviceGetUtilizationRates")
-        return Record(gpu=3, memory=1)
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: FakeGpu) -> int:
-        self._need(gpu, "nvmlDeviceGetCurrentClocksEventReasons")
-        return gpu.events
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: FakeGpu) -> int:
-        self._need(gpu, "nvmlDeviceGetCurrentClocksThrottleReasons")
-        return gpu.events
-
-    def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[Record]:
-        self._need(gpu, "nvmlDeviceGetComputeRunningProcesses")
-        return gpu.processes
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, gpu: FakeGpu) -> int:
-        self._need(gpu, "nvmlDeviceGetMaxPcieLinkGeneration")
-        return 5
-
-    def nvmlDeviceGetCurrPcieLinkWidth(self, gpu: FakeGpu) -> int:
-        self._need(gpu, "nvmlDeviceGetCurrPcieLinkWidth")
-        return 16
 
     def nvmlDeviceGetP2PStatus(self, a: FakeGpu, b: FakeGpu, capability: int) -> int:
         self._need(a, "nvmlDeviceGetP2PStatus")
@@ -165,3 +123,14 @@ class FakeNvml:
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: FakeGpu, link: int) -> Record:
         return Record(busId=gpu.nvlinks[link][1])
+
+    def __getattr__(self, function: str) -> Callable[..., Any]:
+        """The functions of `ANSWERS`; one that the binding lacks is an AttributeError, as of a module."""
+        if function not in ANSWERS:
+            raise AttributeError(function)
+
+        def call(gpu: FakeGpu, *given: int) -> Any:
+            self._need(gpu, function)
+            return ANSWERS[function](gpu, *given)
+
+        return call

@@ -33,6 +33,7 @@ from tests.probes.fake_nvml import FakeGpu, FakeNvml
 
 BUDGET_S = 1.5
 LOAD_SENTENCE = run_module.load_sentence
+Moment = tuple[list[Measured], list[str]]
 
 
 class NoZygote:
@@ -65,8 +66,20 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measured(zygote: Zygote, cache_dir: Path) -> HardwareProfile:
-    return run_probes(zygote, device="cpu", budget_s=BUDGET_S, cache_dir=cache_dir)
+def told() -> list[str]:
+    """What `measured` says of its progress."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def measured(zygote: Zygote, cache_dir: Path, told: list[str]) -> HardwareProfile:
+    return run_probes(zygote, device="cpu", budget_s=BUDGET_S, cache_dir=cache_dir, on_progress=told.append)
+
+
+@pytest.fixture(scope="module")
+def moment(zygote: Zygote) -> Moment:
+    """What a rank measures in a moment, for the tests that change what is said of it."""
+    return run_module._measure(zygote, read_host_profile(), "cpu", 0.3, None)
 
 
 def test_the_cpu_is_measured_in_a_rank(measured: HardwareProfile) -> None:
@@ -140,12 +153,9 @@ def test_the_cache_has_a_place_of_its_own_per_device_kind(tmp_path: Path) -> Non
     assert cache_path("abc", "cpu", tmp_path) != cache_path("abc", "cuda", tmp_path)
 
 
-def test_progress_is_told(zygote: Zygote, tmp_path: Path) -> None:
-    progress: list[str] = []
-    given: dict[str, Any] = {"budget_s": 0.3, "cache_dir": tmp_path, "collective_ranks": 1}
-    run_probes(zygote, device="cpu", on_progress=progress.append, **given)
-    assert any("matmul" in text for text in progress)
-    assert len(progress) == len(list(dict.fromkeys(progress)))
+def test_progress_is_told(measured: HardwareProfile, told: list[str]) -> None:
+    assert any("matmul" in text for text in told)
+    assert len(told) == len(set(told))
 
 
 def test_a_device_that_does_not_work_is_an_error_with_the_reason(zygote: Zygote) -> None:
@@ -233,18 +243,14 @@ def test_the_share_of_the_datasheet_is_shown() -> None:
 
 @pytest.mark.parametrize(("others", "quota", "loaded"), [(0.4, None, True), (0.02, None, False), (0.4, 1.0, False)])
 def test_rates_under_load_are_kept_with_the_width_of_the_load(
-    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: float, quota: float | None, loaded: bool
+    moment: Moment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: float, quota: float | None, loaded: bool
 ) -> None:
     """The next run uses them, and says so. With a quota of a host's cores, the others' share says nothing."""
     share = others
-    once: list[Any] = []
 
     def measure(*arguments: Any, **options: Any) -> Any:
-        once[:] = once or [real(*arguments, **options)]
-        measured, notes = once[0]
+        measured, notes = moment
         return [one.model_copy(update={"others_cpu_share": share}) for one in measured], notes
-
-    real = run_module._measure
 
     def host() -> HardwareProfile:
         profile = read_host_profile()
@@ -256,7 +262,8 @@ def test_rates_under_load_are_kept_with_the_width_of_the_load(
     monkeypatch.setattr(run_module, "read_host_profile", host)
 
     def probe(fresh: bool = False) -> HardwareProfile:
-        return run_probes(zygote, device="cpu", budget_s=0.3, cache_dir=tmp_path, collective_ranks=1, fresh=fresh)
+        given: Any = {"budget_s": 0.3, "cache_dir": tmp_path, "collective_ranks": 1, "fresh": fresh}
+        return run_probes(NoZygote(), device="cpu", **given)  # type: ignore[arg-type]
 
     first = probe()
     assert (first.disturbed is not None) == loaded
@@ -288,17 +295,17 @@ def test_the_first_rates_take_seconds_and_whole_probes_replace_them(zygote: Zygo
 
 
 def test_probes_that_did_not_come_to_their_end_are_not_kept(
-    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moment: Moment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bandwidth is among the last series: every later search would have had an assumed one."""
-    real = run_module._measure
 
     def measure(*arguments: Any, **options: Any) -> Any:
-        measured, notes = real(*arguments, **options)
+        measured, notes = moment
         return [one.model_copy(update={"complete": False}) for one in measured], notes
 
     monkeypatch.setattr(run_module, "_measure", measure)
-    profile = run_probes(zygote, device="cpu", budget_s=0.3, cache_dir=tmp_path, collective_ranks=1)
+    given: Any = {"budget_s": 0.3, "cache_dir": tmp_path, "collective_ranks": 1}
+    profile = run_probes(NoZygote(), device="cpu", **given)  # type: ignore[arg-type]
     assert profile.device("cpu").operations and not cache_path(profile.fingerprint, "cpu", tmp_path).exists()
 
 

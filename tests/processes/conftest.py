@@ -6,8 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from autoplan.processes import Zygote, linux
+from autoplan.processes import Zygote, cause, linux
 from tests.processes.helpers import survivors
+
+
+@pytest.fixture(autouse=True)
+def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a task is run again."""
+    monkeypatch.setattr(cause, "PAUSE_S", 0.05)
 
 
 @pytest.fixture(scope="session")

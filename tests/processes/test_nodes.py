@@ -18,7 +18,6 @@ import pytest
 
 from autoplan.errors import DeviceError, UsageError
 from autoplan.processes import Cause, Ended, ProcessReport, StopTask, Task, cause_of, run_again
-from autoplan.processes import cause as cause_module
 from autoplan.processes import nodes as nodes_module
 from autoplan.processes.agent import SENT_AWAY, RefusedError, connect, decode, encode
 from autoplan.processes.engines import child_environment
@@ -64,12 +63,6 @@ class Here:
 def nodes() -> Iterator[Nodes]:
     with Nodes(Here(), nodes=2, ranks_per_node=1, preload=PRELOAD, env={"OMP_NUM_THREADS": "1"}) as launcher:
         yield launcher
-
-
-@pytest.fixture(autouse=True)
-def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a task is run again."""
-    monkeypatch.setattr(cause_module, "PAUSE_S", 0.05)
 
 
 def run(nodes: Nodes, folder: Path, target: str, *args: Any, **limits: Any) -> ProcessReport:

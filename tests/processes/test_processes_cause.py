@@ -29,11 +29,6 @@ from tests.cases import some
 from tests.processes import process_targets as targets
 
 
-@pytest.fixture(autouse=True)
-def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cause, "PAUSE_S", 0.05)
-
-
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
     with Zygote(preload=()) as one:
@@ -192,7 +187,7 @@ def test_the_kernels_counter_is_that_of_our_cgroup_first(monkeypatch: pytest.Mon
     assert linux.kernel_oom_kills() == int(Path("/proc/vmstat").read_text().split("oom_kill ")[1].split()[0])
 
 
-def test_texts_of_a_machine_in_trouble(zygote: Zygote) -> None:
+def test_texts_of_a_machine_in_trouble() -> None:
     def error(kind: str, text: str) -> ErrorReport:
         return ErrorReport(type_name=kind, type_names=(kind,), message=text, traceback="")
 

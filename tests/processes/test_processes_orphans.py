@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.processes import Task, Zygote, linux, sweep_abandoned
+from tests.cases import some
 from tests.processes.helpers import survivors, wait_until
 
 pytestmark = pytest.mark.alone
@@ -72,8 +73,16 @@ class Planner:
         return json.loads(path.read_text()) if path.exists() else {}
 
 
-@pytest.mark.parametrize("kind", ["together", "independent"])
-@pytest.mark.parametrize("victim", ["planner", "zygote", "rank", "guard"])
+VICTIMS = ["planner", "zygote", "rank", "guard"]
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind"),
+    some(
+        [(victim, kind) for victim in VICTIMS for kind in ("together", "independent")],
+        [*((victim, "together") for victim in VICTIMS), ("planner", "independent"), ("guard", "independent")],
+    ),
+)
 def test_nobody_is_left(victim: str, kind: str, tmp_path: Path, token: str, planners: Planners) -> None:
     planner = Planner(tmp_path, token, kind, planners)
     grandchildren = planner.grandchildren()

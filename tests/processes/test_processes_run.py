@@ -139,7 +139,7 @@ def test_task_after_task_leaves_no_descriptor_open(warm_zygote: Zygote) -> None:
 
     warm_zygote.run(Task(target=targets.give, args=(1,)))
     before = open_files(warm_zygote.pid), open_files(os.getpid())
-    for number in range(10):
+    for number in range(3):
         warm_zygote.run(Task(target=targets.give, args=(number,), ranks=2))
     assert (open_files(warm_zygote.pid), open_files(os.getpid())) == before
 

@@ -185,25 +185,15 @@ def test_a_log_has_one_line_for_each_piece_of_work_and_one_for_each_trial() -> N
 
 
 def test_the_best_so_far_names_what_stands_for_the_plain_run() -> None:
-    def ran(speed: float, **knobs: object) -> Trial:
-        config = TrainingConfig.model_validate({"micro_batch": 1} | knobs)
-        interval = Interval(median=speed, low=speed, high=speed, samples=3)
-        return Trial(
-            number=0,
-            purpose="search",
-            config=config,
-            outcome=Outcome.OK,
-            phase="done",
-            tokens_per_s=interval,
-            seconds_spent=1.0,
-        )
+    def ran(speed: int, **knobs: object) -> Trial:
+        return make_trial(0, TrainingConfig.model_validate({"micro_batch": 1} | knobs), 1.0, tokens=speed)
 
-    rung = ran(100.0, checkpointing="full")
-    assert pieces.best_words(ran(150.0, loss="fused"), rung, "tokens") == (
+    rung = ran(100, checkpointing="full")
+    assert pieces.best_words(ran(150, loss="fused"), rung, "tokens") == (
         "best so far 150 tokens/s, 1.50 times the run with checkpointing=full"
     )
     assert pieces.best_words(rung, rung, "tokens") == "best so far 100 tokens/s, the run with checkpointing=full"
-    assert pieces.best_words(ran(200.0, loss="fused"), ran(100.0), "tokens").endswith("2.00 times the plain run")
+    assert pieces.best_words(ran(200, loss="fused"), ran(100), "tokens").endswith("2.00 times the plain run")
 
 
 def on_screen(live: LiveProgress, width: int = 200) -> str:
@@ -406,11 +396,15 @@ def test_the_baseline_shown_is_the_one_the_speedup_stands_on() -> None:
 CLAIMED = Claim(claimed=True, rounds=3, spread=0.012, spread_repeats=4)
 
 
+def plan_text(plan: Plan, **given: str) -> str:
+    """What a wide screen shows of a plan."""
+    stream = io.StringIO()
+    terminal.show_plan(Console(file=stream, width=300), plan, **given)
+    return stream.getvalue()
+
+
 def first_line(plan: Plan) -> str:
-    console = Console(file=io.StringIO(), width=300)
-    terminal.show_plan(console, plan)
-    line: str = console.file.getvalue().splitlines()[0]  # type: ignore[attr-defined]
-    return line
+    return plan_text(plan).splitlines()[0]
 
 
 def test_the_first_line_says_what_is_claimed_and_what_is_not() -> None:
@@ -459,9 +453,7 @@ def test_a_plan_without_a_gain_says_so_first() -> None:
     plan = make_plain_plan()
     assert not broken_rules(plan)
     assert first_line(plan).startswith("no gain found in 8 m: the plan is the plain run; go on with: the same search")
-    console = Console(file=io.StringIO(), width=300)
-    terminal.show_plan(console, plan, more="autoplan search --model gpt2 --budget 20m")
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = plan_text(plan, more="autoplan search --model gpt2 --budget 20m")
     assert text.splitlines()[0].endswith("; go on with: autoplan search --model gpt2 --budget 20m")
     assert "parity: the plan is the plain run, with which a parity check compares: nothing was checked\n" in text
     assert "not told apart from precision=bf16 (trial 1), side by side: the plan is simpler" in text
@@ -487,9 +479,7 @@ def test_the_end_screen_has_one_line_of_the_ledger() -> None:
     assert pieces.time_words(ledger) == words
     assert pieces.time_words(()) is None, "a plan of an earlier version"
     assert pieces.time_words(ledger[1:]) == words, "what was spent before the first piece"
-    console = Console(file=io.StringIO(), width=300)
-    terminal.show_plan(console, plan.model_copy(update={"ledger": ledger}))
-    assert f"\ntime: {words}\n" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"\ntime: {words}\n" in plan_text(plan.model_copy(update={"ledger": ledger}))
 
 
 def test_no_setting_is_cut_on_a_narrow_terminal():

@@ -11,8 +11,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.state import place_steps
 from autoplan.strategies.workloads.samples import batches_from_dataset
-from autoplan.strategies.workloads.workload import LossSum
-from tests.strategies.tiny import GPT2, classifier, language, sgd
+from tests.strategies.tiny import GPT2, classifier, language
 
 NO_DROPOUT = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 PLAIN = TrainingConfig(micro_batch=2)
@@ -78,25 +77,9 @@ def test_a_state_before_the_first_step_changes_no_later_step(build_optimizer, tm
     assert [loss.item() for loss in steps(again, 0, 3)] == expected
 
 
-def test_a_checkpoint_is_loaded_into_the_state_of_a_new_run(tmp_path):
-    """As docs/parallelism.md has it: what a new run's state names is what dcp reads."""
-    import torch.distributed.checkpoint as dcp
-
-    workload = language(NO_DROPOUT)
-    run = prepare(workload, PLAIN)
-    steps(run, 0, 2)
-    dcp.save(run.state_dict(), checkpoint_id=tmp_path / "saved")
-    resumed = prepare(workload, PLAIN)
-    state = resumed.state_dict()
-    dcp.load(state, checkpoint_id=tmp_path / "saved")
-    resumed.load_state_dict(state)
-    assert [loss.item() for loss in steps(resumed, 2, 4)] == [loss.item() for loss in steps(run, 2, 4)]
-
-
 @pytest.mark.parametrize(
     "other",
     [
-        {"checkpointing": "full"},
         {"checkpointing": "selective", "loss": "fused", "optimizer_step": "fused"},
         {"precision": "fp16", "optimizer_step": "foreach", "micro_batch": 4},
         {"compile": "block", "checkpointing": "every_2"},
@@ -279,21 +262,6 @@ def test_wrong_batches_and_losses():
         prepare(workload, PLAIN).step(workload.make_batch(8, 0))
 
 
-def test_a_loss_that_gives_a_mean_is_told_apart_by_the_contract():
-    from tests.contracts.parity_contract import check_parity
-
-    workload = classifier()
-    honest = workload.loss
-
-    def mean(model, batch):
-        total, count = honest(model, batch)
-        return LossSum(total / count, 1)
-
-    workload.loss = mean
-    parity = check_parity(workload, PLAIN)
-    assert not parity.passed and "not the sum" in parity.note
-
-
 @pytest.mark.parametrize(
     ("knobs", "workload", "says"),
     [
@@ -321,9 +289,3 @@ def test_nothing_to_train_and_no_optimizer():
     workload.build_optimizer = lambda parameters: None
     with pytest.raises(WorkloadError, match="NoneType"):
         prepare(workload, PLAIN)
-
-
-def test_the_same_seed_gives_the_same_weights():
-    first, second = (prepare(language(), PLAIN).model.state_dict() for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert sgd([nn.Parameter(torch.zeros(1))]).defaults["momentum"] == 0.9

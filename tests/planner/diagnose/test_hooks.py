@@ -223,7 +223,6 @@ def steps_of(make: Made, switch: str | None, folder: Path) -> tuple[list[set[str
 @pytest.mark.parametrize(
     ("switch", "operation", "make"),
     [
-        ("fused", "aten::_fused_adamw_", lambda given: torch.optim.AdamW(given, foreach=False)),
         ("fused", "aten::_fused_adamw_", lambda given: torch.optim.AdamW(given)),
         ("fused", "aten::_fused_adam_", lambda given: torch.optim.Adam(given, amsgrad=True)),
         ("fused", "aten::_fused_sgd_", lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9)),
@@ -231,7 +230,6 @@ def steps_of(make: Made, switch: str | None, folder: Path) -> tuple[list[set[str
         ("together", "aten::_fused_adamw_", lambda given: torch.optim.AdamW(given, foreach=False)),
         ("together", "aten::_foreach_addcdiv_", lambda given: torch.optim.RMSprop(given, foreach=False)),
         ("foreach", "aten::_foreach_addcdiv_", lambda given: torch.optim.NAdam(given, foreach=False)),
-        ("foreach", "aten::_foreach_addcdiv_", lambda given: torch.optim.RMSprop(given, foreach=False)),
         ("foreach", "aten::_foreach_add_", lambda given: torch.optim.SGD(given, lr=0.1, foreach=False)),
     ],
 )

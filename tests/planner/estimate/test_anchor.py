@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from autoplan.errors import AutoplanError, PlanError, UsageError
 from autoplan.planner.cost.analytical.cluster import Cluster, cluster_hardware
 from autoplan.planner.cost.calibrate import FACTORS
 from autoplan.planner.cost.traced.rates import from_device
+from autoplan.planner.estimate import traced
 from autoplan.planner.estimate.anchor import (
     Learned,
     Measured,
@@ -33,6 +35,7 @@ from autoplan.planner.records.loading import Loading
 from autoplan.planner.records.trials import PeakMemory, Trial
 from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.probes.profile import CollectiveReading, HardwareProfile
+from autoplan.processes import Zygote
 from autoplan.record import Reading
 from autoplan.strategies.config import PLAIN, TrainingConfig
 from autoplan.strategies.knob_text import parse_knob
@@ -77,11 +80,15 @@ def cpu_hardware(cores: int = 4) -> HardwareProfile:
     return make_hardware(cores=cores).model_copy(update={"collectives": (reading,)})
 
 
+def measured_on(hardware: HardwareProfile, kind: str, trials: Sequence[Trial] = ()) -> Measured:
+    return Measured(hardware=hardware, kind=kind, trials=trials, global_batch=BATCH)
+
+
 def trials_of(
     hardware: HardwareProfile, kind: str, profile: ModelProfile, configs: Sequence[TrainingConfig]
 ) -> list[Trial]:
     """Trials of a device that is slower than its probes say, as SLOWER has it."""
-    estimator = Measured(hardware=hardware, kind=kind, trials=(), global_batch=BATCH).estimator(profile)
+    estimator = measured_on(hardware, kind).estimator(profile)
     seconds = slow_seconds(estimator, configs)
     peaks = estimator.table(configs).peak_memory_bytes
     return [
@@ -94,6 +101,14 @@ def slow_seconds(estimator: Any, configs: Sequence[TrainingConfig]) -> Any:
     """Step times of a device that is slower than the estimator's rates."""
     factors = np.array([SLOWER.get(name, 1.0) for name in FACTORS])
     return factors @ estimator.table(configs).parts_s
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_zygote(training_zygote: Zygote) -> Iterator[None]:
+    """Each estimate would start its own, which imports torch and transformers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traced, "Zygote", lambda **given: nullcontext(training_zygote))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -141,15 +156,11 @@ def test_what_trials_taught_holds_for_more_ranks_of_the_same_host(
     profiles: dict[str, ModelProfile], seen: list[TrainingConfig], there: list[TrainingConfig]
 ) -> None:
     profile, hardware = profiles["cpu"], cpu_hardware()
-    truth = slow_seconds(
-        Measured(hardware=hardware, kind="cpu", trials=(), global_batch=BATCH).estimator(profile), there
-    )
+    truth = slow_seconds(measured_on(hardware, "cpu").estimator(profile), there)
     errors, widths = {}, {}
     for name, trials in (("anchored", trials_of(hardware, "cpu", profile, seen)), ("alone", [])):
-        measured = Measured(hardware=hardware, kind="cpu", trials=trials, global_batch=BATCH)
-        table = carry(Learned.of(measured, profile), cpu_target(there[0].world_size), profile, BATCH).estimator.table(
-            there
-        )
+        learned = Learned.of(measured_on(hardware, "cpu", trials), profile)
+        table = carry(learned, cpu_target(there[0].world_size), profile, BATCH).estimator.table(there)
         errors[name] = np.abs(table.step_time_s / truth - 1).mean()
         widths[name] = (table.step_time_high_s / table.step_time_low_s).mean()
         if name == "anchored":
@@ -165,9 +176,8 @@ def test_another_chip_takes_ratios_of_datasheets_and_a_wider_interval(profiles: 
         for name in ("A100 SXM 80GB", "H100 SXM 80GB")
     }
     trials = trials_of(hardware["A100 SXM 80GB"], "cuda", profile, ONE)
-    measured = Measured(hardware=hardware["A100 SXM 80GB"], kind="cuda", trials=trials, global_batch=BATCH)
-    learned = Learned.of(measured, profile)
-    there = Measured(hardware=hardware["H100 SXM 80GB"], kind="cuda", trials=(), global_batch=BATCH).estimator(profile)
+    learned = Learned.of(measured_on(hardware["A100 SXM 80GB"], "cuda", trials), profile)
+    there = measured_on(hardware["H100 SXM 80GB"], "cuda").estimator(profile)
     tables = {}
     for chip in hardware:
         target = Target(
@@ -222,15 +232,17 @@ def test_an_answer_says_where_each_part_comes_from_and_goes_back_to_a_search(
     assert "anchor: 6 trials on 1 x Test CPU <3 GHz>" in text and "autoplan search --nproc 2 --fix" in text
 
 
-def test_of_a_cpu_only_the_loader_holds_for_a_gpu(plan: Plan) -> None:
+def with_loading(plan: Plan, waiting_share: float) -> Plan:
+    """Two workers delivered ten samples a second, for which the steps waited so long."""
+    setting = LoaderSetting(workers=2)
     loading = Loading(
-        source="data.py:rows",
-        identity="0",
-        setting=LoaderSetting(workers=2),
-        waiting_share=0.3,
-        samples_per_s=10.0,
+        source="data.py:rows", identity="0", setting=setting, waiting_share=waiting_share, samples_per_s=10.0
     )
-    document = autoplan.estimate(anchor=plan.model_copy(update={"loading": loading}).sealed(), cluster="1x8xH100")
+    return plan.model_copy(update={"loading": loading}).sealed()
+
+
+def test_of_a_cpu_only_the_loader_holds_for_a_gpu(plan: Plan) -> None:
+    document = autoplan.estimate(anchor=with_loading(plan, 0.3), cluster="1x8xH100")
     sources = document["anchor"]["sources"]
     assert {sources[part] for part in ("matmul", "memory", "communication")} == {"datasheet"}
     assert any("its trials" not in line and "the loader holds" in line for line in document["assumed"])
@@ -240,12 +252,7 @@ def test_of_a_cpu_only_the_loader_holds_for_a_gpu(plan: Plan) -> None:
 
 
 def test_a_loader_that_was_never_the_limit_sets_none(plan: Plan) -> None:
-    loading = Loading(
-        source="data.py:rows", identity="0", setting=LoaderSetting(workers=2), waiting_share=0.0, samples_per_s=10.0
-    )
-    cluster, said = with_loader(
-        plan.model_copy(update={"loading": loading}), Cluster(nodes=1, gpus_per_node=8, chip="H100"), 64
-    )
+    cluster, said = with_loader(with_loading(plan, 0.0), Cluster(nodes=1, gpus_per_node=8, chip="H100"), 64)
     assert cluster.input_tokens_per_s is None and "never the limit" in said[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,25 @@ from autoplan.errors import ConfigError, UsageError, WorkloadError
 from autoplan.planner.cost.analytical.cluster import cluster_hardware, parse_cluster
 from autoplan.planner.cost.communication import ASSUMED_LINK_EFFICIENCY, links_of
 from autoplan.planner.cost.traced.rates import from_device
+from autoplan.planner.estimate import traced
 from autoplan.planner.trace.build_profile import profile_workload
 from autoplan.planner.trace.like_cuda import LikeCuda
 from autoplan.planner.trace.model_profile import ModelProfile, TraceRequest, VariantKey
 from autoplan.probes.run import read_host_profile
+from autoplan.processes import Zygote
 from autoplan.strategies.workloads.language_model import causal_loss, count_labels
 from autoplan.strategies.workloads.workload import Workload
 from benchmarks.data import llama_lora, vision
+from tests.planner.cost.test_operations import CONFIGS
 from tests.strategies.tiny_trainers import t5_trainer
 
 CLUSTER = "2x8xH100"
-MIXTURE = {
-    "model_type": "mixtral",
-    "architectures": ["MixtralForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": 500,
-    "max_position_embeddings": 128,
-}
+
+
+@pytest.fixture
+def one_zygote(training_zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all but one estimate: each would start its own, which imports torch and transformers."""
+    monkeypatch.setattr(traced, "Zygote", lambda **given: nullcontext(training_zygote))
 
 
 def whole(document: dict[str, Any]) -> dict[str, Any]:
@@ -57,6 +54,7 @@ def whole(document: dict[str, Any]) -> dict[str, Any]:
     return best
 
 
+@pytest.mark.usefixtures("one_zygote")
 def test_lora_trains_few_parameters_and_its_states_are_small() -> None:
     document = autoplan.estimate(llama_lora.workload(64), CLUSTER, fix={"dp_replicate": 16, "checkpointing": "none"})
     best = whole(document)
@@ -66,6 +64,7 @@ def test_lora_trains_few_parameters_and_its_states_are_small() -> None:
     assert best["layout"]["dp_replicate"] == 16
 
 
+@pytest.mark.usefixtures("one_zygote")
 def test_an_image_model_counts_samples() -> None:
     document = autoplan.estimate(
         vision.vision(64), CLUSTER, tokens=1e6, prices={"H100": "2 USD/h"}, fix={"checkpointing": "none"}
@@ -76,6 +75,7 @@ def test_an_image_model_counts_samples() -> None:
     assert any(option["num_gpus"] == 16 for option in document["rent"]["options"])
 
 
+@pytest.mark.usefixtures("one_zygote")
 def test_a_trainer_of_an_encoder_and_decoder(tmp_path: Path) -> None:
     document = autoplan.estimate(t5_trainer(tmp_path, micro_batch=32), CLUSTER, fix={"checkpointing": "none"})
     whole(document)
@@ -86,7 +86,7 @@ def test_a_mixture_of_experts_from_a_config_on_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(MIXTURE))
+    path.write_text(json.dumps(CONFIGS["mixtral"]))
     estimate_command(str(path), CLUSTER, global_batch=64, fix=["checkpointing=none"], as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert document["model"]["from"] == "trace (traced)"
@@ -99,7 +99,7 @@ def test_a_mixture_of_experts_from_a_config_on_the_command_line(
 
 def test_what_contradicts_itself_is_said_before_anything_is_traced(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(MIXTURE))
+    path.write_text(json.dumps(CONFIGS["mixtral"]))
     for fixed, words in (
         ({"sharding": "zero1"}, "the workload says it itself"),
         ({"tp_size": "2"}, "no knob"),
@@ -111,6 +111,7 @@ def test_what_contradicts_itself_is_said_before_anything_is_traced(tmp_path: Pat
         autoplan.estimate(str(path), "2x8xX100")
 
 
+@pytest.mark.usefixtures("one_zygote")
 def test_a_batch_that_no_layout_divides_is_refused() -> None:
     with pytest.raises(ConfigError, match="no layout of 16 GPUs is legal") as caught:
         autoplan.estimate(vision.vision(6), CLUSTER)
@@ -140,6 +141,7 @@ def broken() -> Workload:
     )
 
 
+@pytest.mark.usefixtures("one_zygote")
 def test_a_model_that_does_not_run_gives_its_own_reason() -> None:
     with pytest.raises(WorkloadError, match="seven is no length"):
         autoplan.estimate(broken(), CLUSTER)

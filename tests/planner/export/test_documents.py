@@ -15,8 +15,8 @@ from autoplan.planner.export.run import TARGETS, export_plan, load_target
 from autoplan.planner.export.transformers import TransformersTarget, read_back_arguments
 from autoplan.planner.plan.key_tables import pick_table
 from autoplan.strategies.config import TrainingConfig
+from tests.exports.train_export import load_module
 from tests.planner.export.test_bundle import Block
-from tests.planner.export.test_transformers_training import companion_of
 from tests.recorded import make_plan
 
 
@@ -149,7 +149,7 @@ def test_the_companion_prepares_a_model(tmp_path: Path) -> None:
     export = TransformersTarget().render(make_plan(), "args")
     path = tmp_path / "args_companion.py"
     path.write_text(export.files["args_companion.py"])
-    module = companion_of(path)
+    module = load_module(path)
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -179,11 +179,16 @@ def test_older_versions_have_the_older_key() -> None:
 
 @pytest.mark.parametrize("to", ["transformers", "accelerate", "deepspeed", "lightning", "fabric"])
 def test_degrees_that_a_tool_cannot_run_are_refused(to: str, tmp_path: Path) -> None:
-    for degrees in ({"tp": 2}, {"pp": 2, "pp_microbatches": 2}, {"dp_shard": 2, "dp_replicate": 2}):
-        if to == "accelerate" and "dp_shard" in degrees:
+    for what, degrees in (
+        ("tensor parallelism", {"tp": 2}),
+        ("pipeline parallelism", {"pp": 2, "pp_microbatches": 2}),
+        ("replicas of shards", {"dp_shard": 2, "dp_replicate": 2}),
+    ):
+        if (to, what) == ("accelerate", "replicas of shards"):
             continue  # which has them
-        with pytest.raises(ExportError, match="cannot run") as error:
-            export_plan(make_plan(TrainingConfig(micro_batch=2, **degrees)), to, tmp_path / "a.json")
+        plan = make_plan(TrainingConfig(micro_batch=2, **degrees), device="cuda")
+        with pytest.raises(ExportError, match=f"cannot run {what}") as error:
+            export_plan(plan, to, tmp_path / "a.json")
         assert error.value.exit_code == 6 and not list(tmp_path.iterdir())
         assert "plan.prepare()" in str(error.value.hint) and "Or search with fix=" in str(error.value.hint)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -54,13 +55,6 @@ def plan_named(name: str, folder: Path, fields: dict[str, Any] | None = None, **
     return make_plan(config, workload=spec, environment=environment, study=name, created=name, **given)
 
 
-def python_does(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script in its folder."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(path), *arguments]
-    return subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=200)
-
-
 @pytest.fixture(scope="module")
 def model_summary_once(tmp_path_factory: pytest.TempPathFactory):
     """The summary of the tiny model, made once: names do not change it."""
@@ -76,30 +70,34 @@ def model_summary_once(tmp_path_factory: pytest.TempPathFactory):
 ALL = ("pytorch", "ray", "transformers", "trl", "accelerate", "deepspeed", "lightning", "fabric", "yaml", "json")
 
 
+def as_read(plan: Plan, target: str) -> dict[str, Any]:
+    """The files of an export as Python reads them (their encoding comments count, other comments do not), or YAML."""
+    return {
+        file: ast.dump(ast.parse(text.encode())) if file.endswith(".py") else yaml.safe_load(text)  # JSON too
+        for file, text in load_target(target).render(plan, "out").files.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(model_summary_once: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By target, what is read where the names are plain."""
+    plan = plan_named("plain", tmp_path_factory.mktemp("plain"))
+    return {target: as_read(plan, target) for target in ALL}
+
+
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 def test_a_name_stays_in_its_comment_and_changes_no_setting(
-    name: str, tmp_path: Path, model_summary_once: None
+    name: str, plain: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    plan, plain = plan_named(name, tmp_path), plan_named("plain", tmp_path)
-    for to in ALL:
-        files, others = (load_target(to).render(one, "out").files for one in (plan, plain))
-        assert files.keys() == others.keys()
-        for file, text in files.items():
-            if file.endswith(".py"):
-                assert code_of(text) == code_of(others[file])
-            elif to in ("yaml", "json"):
-                document = yaml.safe_load(text)  # which reads JSON too
-                assert document.keys() == yaml.safe_load(others[file]).keys()
-                assert (document["workload"]["name"], document["plan"]["study"]) == (shown_text(name),) * 2
-            else:
-                assert yaml.safe_load(text) == yaml.safe_load(others[file])
-
-
-def code_of(text: str) -> str:
-    """The code as Python reads the file: its encoding comment counts, other comments do not."""
-    import ast
-
-    return ast.dump(ast.parse(text.encode()))
+    plan = plan_named(name, tmp_path)
+    for target in ALL:
+        found = as_read(plan, target)
+        if target not in ("yaml", "json"):
+            assert found == plain[target]
+            continue
+        ((file, document),) = found.items()
+        assert document.keys() == plain[target][file].keys()
+        assert (document["workload"]["name"], document["plan"]["study"]) == (shown_text(name),) * 2
 
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
@@ -134,7 +132,9 @@ def test_values_of_a_downloaded_configuration_are_data(tmp_path: Path) -> None:
     fields |= {"injected": f"'''+str({MARK})+'''", "quote'\"\n\\": "'\"\n\\", "limit": float("inf")}
     plan = plan_named("x", tmp_path, fields)
     (script,) = export_plan(plan, "pytorch", tmp_path / "out.py").paths
-    done = python_does(script, "--steps", "1")
+    command = [sys.executable, str(script), "--steps", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "step 1: loss" in done.stdout, done.stderr[-2000:]
     assert not (tmp_path / "MARK").exists()
 
@@ -175,8 +175,6 @@ HOSTILE_TRAINING = {
 @pytest.mark.parametrize("to", ["transformers", "trl", "accelerate", "deepspeed"])
 @pytest.mark.parametrize("case", HOSTILE_TRAINING)
 def test_the_companion_calls_no_name_from_a_plan(case: str, to: str, tmp_path: Path) -> None:
-    import ast
-
     plan = plan_named("x", tmp_path, training=HOSTILE_TRAINING[case])
     _, module = load_target(to).render(plan, "out").files.values()
     tree = ast.parse(module.encode())

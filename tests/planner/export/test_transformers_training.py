@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from autoplan.planner.export.run import export_plan
 from autoplan.planner.export.transformers import TransformersTarget, read_back_arguments
 from autoplan.planner.plan.plan import Plan
+from autoplan.processes import RankContext, Task, Zygote
 from autoplan.strategies.analysis.training_facts import TrainingFacts, read_training_facts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.inspect import build_on_meta
@@ -24,6 +23,7 @@ from autoplan.strategies.workloads.objects import workload_from_objects
 from autoplan.strategies.workloads.optimizers import trainable
 from autoplan.strategies.workloads.sources import spec_from_objects
 from autoplan.strategies.workloads.workload import Workload
+from tests.exports.train_export import load_module
 from tests.recorded import make_plan
 from tests.strategies.tiny import GPT2, classifier, language
 
@@ -69,7 +69,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "nadam": functools.partial(torch.optim.NAdam, lr=0.01, eps=1e-3),
 }
 CASES = [
-    ("adamw", None, 0.05),
     ("adamw", linear_warmup, 0.05),
     ("adamw", step_lr, None),
     ("decay_everywhere", linear_warmup, 0.05),
@@ -120,18 +119,11 @@ def plain_loop(workload: Workload) -> tuple[dict[str, torch.Tensor], list[float]
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
 
 
-def companion_of(path: Path) -> Any:
-    """The module of a companion file."""
-    spec = importlib.util.spec_from_file_location("companion", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run_trainers(folder: Path) -> None:
+def run_trainers(context: RankContext, folder: Path) -> None:
     """Trains each case with a real Trainer from its exported files, and saves the parameters."""
     from transformers import Trainer
+
+    os.chdir(folder)  # where the arguments have their output_dir
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +133,7 @@ def run_trainers(folder: Path) -> None:
         workload = make_workload(*case)
         batches = [workload.make_batch(GLOBAL_BATCH, index) for index in range(STEPS)]
         rows = [{key: value[i] for key, value in batch.items()} for batch in batches for i in range(GLOBAL_BATCH)]
-        companion = companion_of(folder / f"case{number}_companion.py")
+        companion = load_module(folder / f"case{number}_companion.py")
         model, arguments = companion.prepare_model(tiny_gpt2()), companion.load_arguments()
         arguments.num_train_epochs, arguments.save_strategy, arguments.report_to = 1, "no", []
         given = {"optimizers": companion.make_optimizers(model)} if hasattr(companion, "make_optimizers") else {}
@@ -152,16 +144,13 @@ def run_trainers(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, training_zygote: Zygote) -> Path:
     """A folder with the parameters of each case, trained in a process of its own (the class sets variables)."""
     pytest.importorskip("accelerate")
     folder = tmp_path_factory.mktemp("trainers")
     for number, case in enumerate(CASES):
         export_plan(plan_of(make_workload(*case)), "transformers", folder / f"case{number}.json")
-    code = "import pathlib, sys; from tests.planner.export.test_transformers_training import run_trainers; "
-    command = [sys.executable, "-c", code + "run_trainers(pathlib.Path(sys.argv[1]))", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[3])
-    assert done.returncode == 0, done.stderr[-3000:]
+    training_zygote.run(Task(target=run_trainers, args=(folder,), total_deadline_s=300.0)).check()
     return folder
 
 
@@ -181,9 +170,9 @@ def test_a_real_trainer_trains_as_a_plain_loop_does(number: int, trained: Path) 
 
 
 @pytest.mark.slow
-def test_the_real_class_reads_what_the_workload_has(tmp_path: Path) -> None:
-    exported = export_plan(plan_of(make_workload("adamw", linear_warmup, 0.05)), "transformers", tmp_path / "a.json")
-    real = read_back_arguments(exported.paths[0].read_text())
+def test_the_real_class_reads_what_the_workload_has() -> None:
+    arguments, _, not_carried = arguments_of(plan_of(make_workload("adamw", linear_warmup, 0.05)))
+    real = read_back_arguments(json.dumps(arguments))
     wanted = {
         "max_grad_norm": 0.05,
         "learning_rate": 0.01,
@@ -195,7 +184,7 @@ def test_the_real_class_reads_what_the_workload_has(tmp_path: Path) -> None:
         "seed": 7,
     }
     assert {key: real[key] for key in wanted} == wanted and "linear" in real["lr_scheduler_type"].lower()
-    assert exported.not_carried == ()
+    assert not_carried == ""
 
 
 def arguments_of(plan: Plan) -> tuple[dict[str, Any], str, str]:
@@ -263,7 +252,7 @@ def test_the_module_of_a_companion_loads(tmp_path: Path) -> None:
     _, module, _ = arguments_of(plan_of(make_workload("two_groups", step_lr, 0.1)))
     path = tmp_path / "companion.py"
     path.write_text(module)
-    companion = companion_of(path)
+    companion = load_module(path)
     optimizer, schedule = companion.make_optimizers(tiny_gpt2())
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.002] and schedule.gamma == 0.5
     with pytest.raises(ValueError, match="no parameter group for"):

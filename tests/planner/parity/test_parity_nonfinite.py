@@ -19,10 +19,9 @@ PLAIN = TrainingConfig(micro_batch=2)
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_step_that_leaves_nan_at_the_end_fails(monkeypatch, precision):
+def test_a_step_that_leaves_nan_at_the_end_fails(monkeypatch):
     planted.plant(monkeypatch, planted.nan_after_the_last_step)
-    parity = check_parity_of(language, TrainingConfig(micro_batch=2, precision=precision))
+    parity = check_parity_of(language, TrainingConfig(micro_batch=2, precision="bf16"))
     assert not parity.passed and parity.worst_update_difference == CAP
     assert parity.failures[0] == "parameters are not finite after the last step: transformer.wte.weight"
     assert any(text.startswith(f"{OPTIMIZER}: transformer.wte.weight differs by 1e+06") for text in parity.failures)

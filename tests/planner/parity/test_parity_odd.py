@@ -71,15 +71,10 @@ class Secretive(torch.optim.SGD):
         raise RuntimeError("ask the server")
 
 
-def secretive():
+def test_a_state_that_cannot_be_saved_is_said():
     workload = language()
     workload.build_optimizer = lambda parameters: Secretive(parameters, lr=1e-2, momentum=0.9)
-    return workload
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_state_that_cannot_be_saved_is_said(precision):
-    parity = check_parity_of(secretive, TrainingConfig(micro_batch=2, precision=precision))
+    parity = check_parity(workload, TrainingConfig(micro_batch=2))
     assert parity.passed, parity.failures
     assert "the state cannot be saved: RuntimeError: ask the server" in " ".join(parity.not_checked)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from autoplan.planner.parity import compare as parity_run
-from autoplan.planner.parity.batches import mask_labels
+from autoplan.planner.parity.batches import can_mask_labels, mask_labels
 from autoplan.planner.parity.candidate import run_candidate
 from autoplan.planner.parity.compare import Samples, compare
 from autoplan.planner.parity.reference import TimeLimit, run_reference
@@ -58,10 +58,12 @@ def test_labels_are_masked_where_the_loss_leaves_them_out(loss, masked):
     assert ("counting the same" in parity.note) is not masked
 
 
-def test_labels_of_a_workload_that_does_not_count_ahead():
+def test_labels_of_a_language_model_are_masked_whether_it_counts_ahead_or_not():
     workload = language(T5)
+    model = workload.build_model()
+    assert can_mask_labels(workload, model, torch.device("cpu"), 2)
     workload.count = None
-    assert reference(workload, PLAIN).measurement.labels_masked
+    assert can_mask_labels(workload, model, torch.device("cpu"), 2)
 
 
 def test_masks_of_every_shape():
@@ -81,20 +83,6 @@ def test_masks_of_every_shape():
 
 
 # The optimizer.
-
-
-class MeanSize(torch.optim.Optimizer):
-    """Each tensor moves by the mean size of its gradient: not elementwise, and nothing that rounding could cancel."""
-
-    def __init__(self, parameters, lr=0.1):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(group["lr"] * parameter.grad.abs().mean())
 
 
 @pytest.fixture
@@ -118,17 +106,16 @@ def test_small_tensors_are_replayed_whole():
     assert method_of(classifier())[0] == "whole"
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
 def test_an_elementwise_optimizer_is_replayed_on_a_sample(small_samples, kind):
     workload = classifier()
     workload.build_optimizer = lambda parameters: kind(parameters, lr=1e-3, weight_decay=0.1)
     assert method_of(workload)[0] == "sampled"
 
 
-@pytest.mark.parametrize("make", [MeanSize, torch.optim.Adafactor], ids=lambda made: made.__name__)
-def test_another_optimizer_is_compared_by_the_norms_of_its_changes(small_samples, make):
+def test_another_optimizer_is_compared_by_the_norms_of_its_changes(small_samples):
     workload = classifier()
-    workload.build_optimizer = make
+    workload.build_optimizer = torch.optim.Adafactor
     method, parity = method_of(workload)
     assert method == "norms"
     assert any("treats the elements of a tensor together" in text for text in parity.not_checked)
@@ -183,19 +170,15 @@ def test_a_bf16_model_passes_and_a_wrong_scale_in_it_does_not(monkeypatch):
     assert not check_parity_of(in_bf16, PLAIN).passed
 
 
-def bert():
-    return language(BERT)
-
-
 def normed():
     return classifier(norm=True, fixed_micro_batch=4)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_gradients_that_cancel_raise_no_alarm(precision):
-    parity = check_parity_of(bert, TrainingConfig(micro_batch=2, precision=precision))
+def test_gradients_that_cancel_raise_no_alarm_in_fp16():
+    """In fp32 and bf16 the parity contract runs both (tests/contracts)."""
+    parity = check_parity(language(BERT), TrainingConfig(micro_batch=2, precision="fp16"))
     assert parity.passed, parity.failures
-    parity = check_parity_of(normed, TrainingConfig(micro_batch=4, precision=precision))
+    parity = check_parity_of(normed, TrainingConfig(micro_batch=4, precision="fp16"))
     assert parity.passed, parity.failures
 
 
@@ -230,9 +213,14 @@ def test_what_there_was_no_time_for_is_named():
     workload = language({**LLAMA, "attention_dropout": 0.1, "max_position_embeddings": 256}, length=192)
     plain = reference(workload, PLAIN)
     assert plain.measurement.own_length is not None and plain.measurement.dropout
-    check = dataclasses.replace(make_check(workload, PLAIN), limit=TimeLimit(0.0))
-    late = run_candidate(check, plain.measurement)
-    parity = compare(plain, [Samples(late, check.recorder.samples())], PLAIN)
+
+    def verdict(time_s):
+        check = dataclasses.replace(make_check(workload, PLAIN), limit=TimeLimit(time_s))
+        measurement = run_candidate(check, plain.measurement)
+        return compare(plain, [Samples(measurement, check.recorder.samples())], PLAIN)
+
+    assert verdict(600.0).not_checked == ()
+    parity = verdict(0.0)
     assert parity.passed, parity.failures
     assert parity.not_checked == (
         "steps 3 to 12: there was no time",

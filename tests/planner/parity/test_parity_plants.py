@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, Workload
+from tests.cases import some
 from tests.contracts.parity_contract import check_parity_of
 from tests.planner.parity import planted
 from tests.strategies.tiny import GPT2, LLAMA, language
@@ -456,8 +457,8 @@ def verdict(build: Callable[[], Workload], knobs: dict[str, Any]) -> Any:
     return check_parity_of(build, TrainingConfig.model_validate({"micro_batch": 2, **knobs}))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("precision", some(["fp32", "bf16"], ["bf16"]))
+@pytest.mark.parametrize("name", some(WORKLOADS, ["gpt2", "wide", "padded"]))  # those of FEW
 def test_nothing_planted_passes(name: str, precision: str) -> None:
     parity = verdict(WORKLOADS[name], {"precision": precision})
     assert parity.passed, parity.failures

@@ -13,7 +13,7 @@ from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
 from tests.cases import some
-from tests.strategies.tiny import GPT2, LLAMA, classifier
+from tests.strategies.tiny import GPT2, classifier
 
 
 @pytest.fixture
@@ -23,9 +23,10 @@ def zygote(training_zygote):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of the model, and the references that are kept: those of one test answer in the next."""
+    """Of the models, and the references that are kept: those of one test answer in the next."""
     made = tmp_path_factory.mktemp("parity")
     (made / "config.json").write_text(json.dumps(GPT2))
+    (made / "long.json").write_text(json.dumps(GPT2 | {"n_positions": 256}))
     return made
 
 
@@ -33,7 +34,7 @@ def folder(tmp_path_factory):
 def check(zygote, folder, tmp_path):
     spec = make_spec(model=str(folder / "config.json"), global_batch=32)
 
-    def run(deadline_s=120.0, kept=folder / "kept", **knobs):
+    def run(deadline_s=120.0, kept=folder / "kept", spec=spec, **knobs):
         config = TrainingConfig.model_validate({"micro_batch": 4} | knobs)
         return run_parity(
             zygote,
@@ -48,16 +49,19 @@ def check(zygote, folder, tmp_path):
     return run
 
 
-def test_one_rank_and_the_reference_is_kept(check, tmp_path):
+def test_one_rank_at_its_own_length_and_the_reference_is_kept(check, folder, tmp_path):
     kept_here = tmp_path / "kept"
-    verdict = check(kept=kept_here, loss="fused", checkpointing="full")
+    spec = make_spec(model=str(folder / "long.json"), global_batch=32, sequence_length=192)
+    verdict = check(kept=kept_here, spec=spec, loss="fused", checkpointing="full")
     assert verdict.passed, verdict.model_dump_json()
     assert verdict.worst_gradient_difference < 1e-4
-    assert verdict.global_batch == 10 and verdict.sequence_length == 64
-    assert "micro-batches of 2" in verdict.note
+    assert verdict.global_batch == 10 and verdict.sequence_length == 128
+    assert "micro-batches of 2" in verdict.note and "one forward and backward at 192 tokens" in verdict.note
+    assert {"whole gradient, own length", "gradient scale, own length"} <= {one.name for one in verdict.checks}
+    assert verdict.not_checked == ()
     (kept,) = kept_here.glob("reference-*/measurements.json")
     stamp = kept.stat().st_mtime_ns
-    assert check(kept=kept_here, precision="bf16").passed
+    assert check(kept=kept_here, spec=spec, precision="bf16").passed
     assert [path.stat().st_mtime_ns for path in kept_here.glob("reference-*/measurements.json")] == [stamp]
 
 
@@ -107,24 +111,6 @@ def test_a_candidate_that_does_not_run_has_not_passed(check):
 def test_a_check_past_its_deadline_is_no_verdict(check, tmp_path):
     with pytest.raises(TaskFailedError, match="deadline"):
         check(deadline_s=0.05, kept=tmp_path / "kept")
-
-
-def test_own_length_and_its_reference(zygote, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA | {"max_position_embeddings": 256}))
-    spec = make_spec(model=str(path), global_batch=32, sequence_length=192)
-    verdict = run_parity(
-        zygote,
-        spec,
-        TrainingConfig(micro_batch=4, precision="bf16"),
-        device="cpu",
-        directory=tmp_path / "check",
-        deadline_s=120.0,
-    )
-    assert verdict.passed, verdict.failures
-    assert "10 samples of 128 tokens" in verdict.note and "one forward and backward at 192 tokens" in verdict.note
-    assert {"whole gradient, own length", "gradient scale, own length"} <= {check.name for check in verdict.checks}
-    assert verdict.not_checked == ()
 
 
 def test_comparing_loads_no_torch():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import autoplan
 from autoplan.errors import AutoplanError, PlanError, UsageError, WorkloadError
@@ -54,9 +55,9 @@ def with_arguments(rate: float = 0.0) -> autoplan.Workload:
 )
 END = """
 if __name__ == "__main__":
-    plan = autoplan.load_plan(sys.argv[1])
-    run = plan.prepare(workload=workload()) if "whole" in sys.argv else plan.prepare()
-    print(run.workload.name)
+    own, other = map(autoplan.load_plan, sys.argv[1:])
+    print(own.prepare(workload=workload()).workload.name, flush=True)
+    other.prepare()
 """
 
 
@@ -101,24 +102,20 @@ def test_run_starts_no_imported_class(folder: Path, cli) -> None:
 
 
 @pytest.mark.parametrize("function", some(["system", "clean"], ["clean"]))
-def test_a_running_program_calls_nothing_that_the_plan_chose(folder: Path, function: str) -> None:
+def test_a_running_program_hands_over_its_own_workload_and_calls_nothing_that_a_plan_chose(
+    folder: Path, function: str
+) -> None:
     (folder / "train.py").write_text(TRAIN + END)
+    digests = make_spec(model="train.py:workload", global_batch=16).digests
+    own = save_plan(folder, "workload", digests=digests).rename(folder / "own.json")
     given = touching(folder) if function == "system" else {"options": {"folder": str(folder)}}
-    path = save_plan(folder, function, **given)
+    other = save_plan(folder, function, **given)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder)}
-    command = [sys.executable, "train.py", str(path)]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 1 and ("imported from os" if function == "system" else "train.py:clean") in done.stderr
-    assert not (folder / "MARK").exists()
-
-
-def test_a_running_program_hands_over_its_own_workload(folder: Path) -> None:
-    (folder / "train.py").write_text(TRAIN + END)
-    path = save_plan(folder, "workload", digests=make_spec(model="train.py:workload", global_batch=16).digests)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder)}
-    command = [sys.executable, "train.py", str(path), "whole"]
+    command = [sys.executable, "train.py", str(own), str(other)]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert done.stdout == "tiny\n", done.stderr
+    assert done.returncode == 1 and ("imported from os" if function == "system" else "train.py:clean") in done.stderr
+    assert not (folder / "MARK").exists()
 
 
 def test_autoplans_own_files_are_nobodys_workload(folder: Path, cli: Any) -> None:
@@ -355,7 +352,7 @@ def test_an_exported_script_keeps_the_arguments(folder: Path) -> None:
     """It trained with another learning rate, and said nothing."""
     named = "train.py:with_arguments -- --lr 0.5"
     spec = make_spec(model="train.py:with_arguments", global_batch=16, arguments=("--lr", "0.5"))
-    assert load_workload(spec).build_optimizer([autoplan_parameter()]).defaults["lr"] == 0.5
+    assert load_workload(spec).build_optimizer([torch.zeros(1)]).defaults["lr"] == 0.5
     save_plan(folder, "with_arguments", arguments=spec.arguments, digests=spec.digests)
     export_plan(Plan.load("plan.json"), "pytorch", "plan_pytorch.py", workload=named)
     environment = {**os.environ, "PYTHONPATH": ""}
@@ -365,12 +362,6 @@ def test_an_exported_script_keeps_the_arguments(folder: Path) -> None:
     assert json.loads(done.stdout) == [0.5, ["--steps", "2"]]
     export_plan(Plan.load("plan.json"), "ray", "on_ray.py", workload=named)
     assert "USER_ARGUMENTS = ['--lr', '0.5']" in (folder / "on_ray_training.py").read_text()
-
-
-def autoplan_parameter() -> Any:
-    import torch
-
-    return torch.nn.Parameter(torch.zeros(1))
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,7 @@ def test_the_next_step_is_said_for_what_was_given(
     assert hint in str(caught.value.hint)
 
 
-def test_no_text_of_a_plan_commands_the_terminal(tmp_path: Path, monkeypatch, capfd) -> None:
-    import sys
-
-    from autoplan.cli import app
-
+def test_no_text_of_a_plan_commands_the_terminal(tmp_path: Path, cli: Callable[..., Any]) -> None:
     hostile = "\x1b]0;gone\x07\x1b[2J\u202e\x9b1m\r\x00\x08"
 
     def change(document: dict[str, Any]) -> None:
@@ -130,10 +126,9 @@ def test_no_text_of_a_plan_commands_the_terminal(tmp_path: Path, monkeypatch, ca
     path = saved(tmp_path, change)
     assert Plan.load(path).evidence[3].last_lines.startswith("one\ntwo\t\\x1b]0;gone")
     for command in (["show", "--trials"], ["explain"], ["show", "--json"], ["report", "--out", str(tmp_path / "x")]):
-        monkeypatch.setattr(sys, "argv", ["autoplan", command[0], str(path), *command[1:]])
-        assert app.run() == 0
-        out, err = capfd.readouterr()
-        assert not set(hostile) & set(out + err) - {"]", "0", ";", "g", "o", "n", "e", "[", "2", "J", "1", "m"}
+        ended = cli(command[0], path, *command[1:])
+        assert ended.code == 0
+        assert not set(hostile) & set(ended.out + ended.err) - set("]0;gone[2J1m")
 
 
 def test_half_a_character_is_written_out(tmp_path: Path) -> None:

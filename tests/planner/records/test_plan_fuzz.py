@@ -207,13 +207,18 @@ def run(witness: Witness, *arguments: str) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
-@pytest.fixture(autouse=True)
-def own_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def stay_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a verb writes by itself goes into this folder."""
     monkeypatch.chdir(folder)
     for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "HOME", "TMPDIR"):
         monkeypatch.setenv(name, str(folder / "home"))
     (folder / "home").mkdir(exist_ok=True)
     monkeypatch.setattr("tempfile.tempdir", str(folder / "home"))
+
+
+@pytest.fixture(autouse=True)
+def own_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stay_in(folder, monkeypatch)
 
 
 ALLOWED = {0: "right", 2: "refused", 3: "refused", 4: "refused", 6: "refused"}

@@ -8,7 +8,7 @@ import os
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,7 @@ def witness(place: Path) -> fuzz.Witness:
 
 @pytest.fixture(autouse=True)
 def own_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
-    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "HOME", "TMPDIR"):
-        monkeypatch.setenv(name, str(place / "home"))
-    (place / "home").mkdir(exist_ok=True)
-    monkeypatch.setattr("tempfile.tempdir", str(place / "home"))
+    fuzz.stay_in(place, monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +104,7 @@ def sound(place: Path) -> dict[str, Plan]:
 FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "function": (
         "workload.reference",
-        *[("PLACE/train.py:clean", "PLACE/train.py:system", "PLACE/train.py:Popen", "PLACE/evil.py:workload")],
+        ("PLACE/train.py:clean", "PLACE/train.py:system", "PLACE/train.py:Popen", "PLACE/evil.py:workload"),
     ),
     "options": ("workload.options", ({"command": "touch MARK"}, {"args": "touch MARK", "shell": True})),
     "arguments": ("workload.arguments", (["--clean"], ["-c", "import evil"])),
@@ -138,14 +134,14 @@ FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-def with_field(plan: Plan, path: str, value: Any, place: Path) -> bytes:
-    """The plan's file with one value changed, and a seal that fits."""
-    document = json.loads(plan.file_text())
-    parent = document
-    *names, last = path.split(".")
-    for name in names:
-        parent = parent[name] if parent.get(name) is not None else {}
-    parent[last] = json.loads(json.dumps(value).replace("PLACE", str(place)))
+def sealed(document: dict[str, Any], changes: Iterable[tuple[str, Any]], place: Path) -> bytes:
+    """The file of a plan's document with other values, and a seal that fits; what is in nothing changes nothing."""
+    for path, value in changes:
+        parent: Any = document
+        *names, last = path.split(".")
+        for name in names:
+            parent = parent[name] if isinstance(parent.get(name), dict) else {}
+        parent[last] = json.loads(json.dumps(value).replace("PLACE", str(place)))
     document["seal"] = digests_of_document(document)
     return json.dumps(document).encode()
 
@@ -190,7 +186,7 @@ def test_nothing_that_a_field_names_is_called(field: str, place: Path, witness: 
         plan = plans["function" if field in ("function", "options", "arguments") else kind]
         if path.startswith("training") and plan.training is None:
             plan = plans["config"]
-        file.write_bytes(with_field(plan, path, value, place))
+        file.write_bytes(sealed(json.loads(plan.file_text()), [(path, value)], place))
         for command in COMMANDS:
             if command[-1] == "out-pytorch" and plan.workload.kind == "function":
                 continue  # it builds the model in a rank
@@ -217,22 +213,12 @@ def changed_file(plans: list[Plan], place: Path, chance: random.Random) -> bytes
     if chance.random() < 0.5:
         return fuzz.mutated_file([json.loads(plan.file_text()) for plan in plans], chance)
     document = json.loads(chance.choice(plans).file_text())
-    for _ in range(chance.choice((1, 1, 2, 3))):
-        path, values = FIELDS[chance.choice(list(FIELDS))]
-        parent = document
-        *names, last = path.split(".")
-        for name in names:
-            parent = parent[name] if isinstance(parent, dict) and isinstance(parent.get(name), dict) else {}
-        parent[last] = json.loads(json.dumps(chance.choice(values)).replace("PLACE", str(place)))
-    document["seal"] = digests_of_document(document)
-    return json.dumps(document).encode()
+    fields = (FIELDS[chance.choice(list(FIELDS))] for _ in range(chance.choice((1, 1, 2, 3))))
+    return sealed(document, [(path, chance.choice(values)) for path, values in fields], place)
 
 
-COUNT = 120
-
-
-def changed_plans(place: Path, witness: fuzz.Witness, seed: int, use: Callable[[Path], str]) -> Counter[str]:
-    chance, ends, count = random.Random(seed), Counter[str](), COUNT
+def changed_plans(place: Path, witness: fuzz.Witness, seed: int, use: Callable[[Path], str]) -> None:
+    chance, ends, count = random.Random(seed), Counter[str](), 120
     plans, file = list(sound(place).values()), place / "plan.json"
     for number in range(count):
         data = changed_file(plans, place, chance)
@@ -248,7 +234,6 @@ def changed_plans(place: Path, witness: fuzz.Witness, seed: int, use: Callable[[
         assert end in ("right", "refused"), (number, end)
     assert ends["right"] > count // 20 and ends["refused"] > count // 3
     print(f"{count} changed plans: {dict(ends)}")
-    return ends
 
 
 def test_changed_plans_are_verified(place: Path, witness: fuzz.Witness) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
+from autoplan.planner.search import run as search_run
 from autoplan.planner.search import work as search_work
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import SearchObserver
@@ -136,27 +137,24 @@ def test_a_larger_budget_goes_on_and_makes_a_second_claim(searches: Searches):
 
 @pytest.mark.parametrize("budget", [100.0, 60.0])
 def test_no_larger_budget_is_no_second_claim(searches: Searches, budget: float):
-    world = World(candidates=FEW)
+    def fate(order: TrialOrder, before: int) -> dict[str, Any] | None:
+        if sum(one.purpose == "claim" for one in world.orders) == 3:  # the first run of the second round
+            raise Killed
+        return None
+
+    world = World(candidates=FEW, fate=fate)
     with pytest.raises(Killed):
-        searches.search(world, budget=100.0, die_before=len(kinds_before_claim(searches)) + 1)
+        searches.search(world, budget=100.0)
     after = World(candidates=FEW, seed=1)
     found = searches.search(after, budget=budget)
     assert [claim.number for claim in found.session.store.claims] == [1]
     assert found.result.plan is not None and found.result.plan.claim.chosen_from == 1
 
 
-def kinds_before_claim(searches: Searches) -> list[str]:
-    other = Searches(searches.folder.with_name("other"), searches.monkeypatch)
-    kinds = other.search(World(candidates=FEW), budget=100.0).observer.kinds
-    return kinds[: kinds.index("claim")]
-
-
 def test_a_loader_that_is_given_later_is_no_reason_for_another_claim(
     searches: Searches, monkeypatch: pytest.MonkeyPatch
 ):
     """Some of the budget is kept for it: what is left is another time, and no other budget."""
-    from autoplan.planner.search import run as search_run
-
     first = searches.search(World(candidates=FEW), budget=100.0)
     monkeypatch.setattr(search_run, "measure_loading", lambda session, leader: None)
     after = World(candidates=FEW, seed=1)

@@ -1,6 +1,5 @@
 """The loader of a training, measured beside the step: real workers, real steps, datasets that fail in real ways."""
 
-import fcntl
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from autoplan.planner.search.inspection import check_loader
 from autoplan.planner.trials.loading import LoaderMeasurement, LoadingAnswer, LoadingRequest, best_trial
 from autoplan.processes import Ended, ProcessReport, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.loading.source import spec_of_object
 from autoplan.strategies.workloads.objects import spec_from_objects
 
@@ -38,7 +38,7 @@ def zygote(training_zygote):
 
 
 class Rows(Dataset[Any]):
-    """Samples that take their time, as a disk does; `breaks` and `grows` name what is wrong with one of them."""
+    """Samples that take their time, as a disk does; `breaks` names one that fails, `in_workers` has all fail there."""
 
     def __init__(self, length: int = 256, *, sleep_s: float = 0.0, breaks: int = -1, in_workers: bool = False) -> None:
         self.length, self.sleep_s, self.breaks, self.in_workers = length, sleep_s, breaks, in_workers
@@ -60,20 +60,6 @@ class Changing(Rows):
         return {"x": row.repeat(1 + (index >= 32)), "y": label}
 
 
-class OneAtATime(Rows):
-    """A store that serves one process at a time: one worker helps beside the step, and more do not."""
-
-    def __init__(self, lock: str) -> None:
-        super().__init__()
-        self.lock = lock
-
-    def __getitem__(self, index: int) -> Any:
-        with open(self.lock) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            time.sleep(0.001)
-        return super().__getitem__(index)
-
-
 def build_model() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 2))
 
@@ -89,12 +75,7 @@ def loss(model: nn.Module, batch: Any) -> autoplan.LossSum:
     return autoplan.LossSum(total, torch.tensor(len(labels)))
 
 
-def slow_loss(model: nn.Module, batch: Any) -> autoplan.LossSum:
-    time.sleep(0.01)
-    return loss(model, batch)
-
-
-def make_workload(loss: Any = loss) -> autoplan.Workload:
+def make_workload() -> autoplan.Workload:
     return autoplan.Workload(
         name="rows",
         build_model=build_model,
@@ -113,11 +94,10 @@ def measured(
     step_s: float = 0.001,
     ranks: int = 1,
     time_s: float = 1.0,
-    loss: Any = loss,
     device: Literal["cuda", "cpu"] = "cpu",
 ) -> tuple[LoadingAnswer, ProcessReport]:
     request = LoadingRequest(
-        spec=spec_from_objects(make_workload(loss)),
+        spec=spec_from_objects(make_workload()),
         config=TrainingConfig(micro_batch=micro_batch, dp_replicate=ranks),
         device=device,
         loader=spec_of_object(dataset),
@@ -194,22 +174,9 @@ def test_batches_of_changing_shape_are_named(zygote: Zygote):
     ]
 
 
-def test_further_ahead_is_measured_also_where_more_workers_gain_nothing(zygote: Zygote, tmp_path: Path):
-    lock = tmp_path / "lock"
-    lock.touch()
-    answer, report = measured(zygote, OneAtATime(str(lock)), time_s=8.0, loss=slow_loss)
-    assert report.ended is Ended.FINISHED, report.describe()
-    *numbers, further = [trial.setting for trial in answer.tried]
-    assert [setting.prefetch_factor for setting in numbers] == [None, *[2] * (len(numbers) - 1)]
-    best = best_trial(answer.tried[:-1])
-    assert best is not None
-    assert further == best.setting.model_copy(update={"prefetch_factor": 4})
-    assert answer.tried[-1].samples_per_s is not None
-
-
-@pytest.mark.parametrize("best", [0, 2])
-def test_on_cuda_copies_out_of_memory_that_is_not_pinned_are_tried_too(best: int):
-    run: Any = SimpleNamespace(device=torch.device("cuda"))
+def settings_measured(device: str, best: int) -> list[LoaderSetting]:
+    """Those that are measured where so many workers are best, and further ahead is better still."""
+    run: Any = SimpleNamespace(device=torch.device(device))
     ranks: Any = SimpleNamespace(world_size=1)
     nothing: Any = None
     request: Any = SimpleNamespace(cores=2)
@@ -219,7 +186,18 @@ def test_on_cuda_copies_out_of_memory_that_is_not_pinned_are_tried_too(best: int
         if setting.prefetch_factor == 4:
             rate = 100.0
         measurement.tried.append(LoaderTrial(setting=setting, samples_per_s=rate))
-    *_, before, last = [trial.setting for trial in measurement.tried]
+    return [trial.setting for trial in measurement.tried]
+
+
+def test_further_ahead_is_measured_also_where_more_workers_gain_nothing():
+    *numbers, further = settings_measured("cpu", best=1)
+    assert [(one.workers, one.prefetch_factor) for one in numbers] == [(0, None), (1, 2), (2, 2), (4, 2)]
+    assert further == numbers[1].model_copy(update={"prefetch_factor": 4})
+
+
+@pytest.mark.parametrize("best", [0, 2])
+def test_on_cuda_copies_out_of_memory_that_is_not_pinned_are_tried_too(best: int):
+    *_, before, last = settings_measured("cuda", best)
     assert (last.workers, last.pin_memory) == (best, False)
     assert last.prefetch_factor == (4 if best else None), "what was best by then, without pinned memory"
     assert (before.workers, before.prefetch_factor) == ((2, 4) if best else (2, 2))

@@ -15,7 +15,6 @@ from autoplan.errors import ConfigError, UsageError
 from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.run import run_search
 from autoplan.planner.space.generate import without_lossy
-from autoplan.planner.store.store import study_identity
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.config import LOSSY, TrainingConfig, knob_values, knobs
 from autoplan.strategies.workloads.sources import make_spec
@@ -32,40 +31,27 @@ def spec(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "installed", "needs"),
     [
-        {"fix": {"parameters": "bf16"}},
-        {"fix": {"optimizer_state": "8bit"}},
-        {"fix": {"fp8": "tensorwise"}},
-        {"bound": {"parameters": ["own", "bf16_stochastic"]}},
+        ({"fix": {"parameters": "bf16"}}, False, False),
+        ({"bound": {"parameters": ["own", "bf16_stochastic"]}}, False, False),
+        ({"fix": {"optimizer_state": "8bit"}}, False, True),
+        ({"fix": {"optimizer_state": "8bit"}}, True, False),
+        ({"fix": {"fp8": "tensorwise"}}, False, True),
+        ({"bound": {"optimizer_state": ["own", "8bit"]}}, False, True),
     ],
     ids=str,
 )
-def test_a_lossy_value_without_the_word_is_an_error_that_says_so(spec, asked):
-    with pytest.raises(ConfigError, match="loses bits at each step") as caught:
-        SearchOptions(spec=spec, **asked)
-    assert 'numerics="lossy"' in (caught.value.hint or "") and "--numerics lossy" in (caught.value.flag_hint or "")
+def test_a_lossy_value_without_the_word_is_an_error_that_says_so_and_what_it_needs_installed(
+    spec, monkeypatch, asked, installed, needs
+):
     assert SearchOptions(spec=spec, numerics="lossy", **asked).numerics == "lossy"
-
-
-@pytest.mark.parametrize("installed", [False, True])
-@pytest.mark.parametrize(
-    ("asked", "needs"),
-    [
-        ({"fix": {"optimizer_state": "8bit"}}, True),
-        ({"fix": {"fp8": "tensorwise"}}, True),
-        ({"bound": {"optimizer_state": ["own", "8bit"]}}, True),
-        ({"fix": {"optimizer_state": "bf16"}}, False),
-    ],
-    ids=str,
-)
-def test_a_lossy_value_whose_library_is_missing_has_the_install_line_too(spec, monkeypatch, asked, needs, installed):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if installed else None)
     with pytest.raises(ConfigError, match="loses bits at each step") as caught:
         SearchOptions(spec=spec, **asked)
-    assert "--numerics lossy" in (caught.value.flag_hint or "")
-    said = 'needs torchao, which is not installed here: pip install "autoplan[cuda]"' in (caught.value.flag_hint or "")
-    assert said is (needs and not installed)
+    hint = caught.value.flag_hint or ""
+    assert 'numerics="lossy"' in (caught.value.hint or "") and "--numerics lossy" in hint
+    assert ('needs torchao, which is not installed here: pip install "autoplan[cuda]"' in hint) is needs
 
 
 def test_in_python_and_on_the_command_line(spec, tmp_path, cli):
@@ -75,13 +61,6 @@ def test_in_python_and_on_the_command_line(spec, tmp_path, cli):
         SearchOptions(spec=spec, numerics="fewer")
     done = cli("search", "--model", tmp_path / "tiny.json", "--fix", "parameters=bf16")
     assert done.code == 2 and "Add --numerics lossy" in done.err
-
-
-def test_it_is_part_of_what_a_study_is_only_where_it_is_lossy(spec):
-    given = {"device": "cpu", "fix": {}, "bound": {}, "nproc": 1, "memory_limit_bytes": None}
-    plain = study_identity(spec, "hw", **given)
-    assert study_identity(spec, "hw", numerics="kept", **given) == plain
-    assert study_identity(spec, "hw", numerics="lossy", **given) != plain
 
 
 def test_values_that_are_left_out_say_how_to_get_them():
@@ -112,6 +91,11 @@ def test_a_dry_run_has_them_with_the_word(spec, tmp_path):
     fixed["precision"] = "bf16"  # not every processor would take it by itself
     given = {"spec": spec, "budget": 60.0, "device": "cpu", "store": tmp_path / "s", "dry_run": True}
     found = {name: run_search(SearchOptions(**given, fix=fixed, numerics=name)) for name in ("kept", "lossy")}
+    for result in found.values():
+        assert result.status == "dry_run"
+        times = [c.prediction.step_time_s for c in result.candidates if c.prediction is not None]
+        assert times and times == sorted(times)
+    assert not (tmp_path / "s").exists(), "it keeps nothing"
     kept, lossy = ({c.config for c in result.candidates} for result in found.values())
     assert kept < lossy
     assert {c.parameters for c in kept} == {"own"} and {c.optimizer_state for c in kept} == {"own"}

@@ -17,7 +17,6 @@ from autoplan.planner.search.objective import THROUGHPUT, contenders, drop_level
 from autoplan.planner.search.run import SearchOptions
 from autoplan.planner.search.selection import collect_runs
 from autoplan.planner.search.surrogate import Posterior, expected_improvement
-from autoplan.planner.store.store import study_identity
 from autoplan.planner.trials.measure import RUN_SPREAD, Spread
 from autoplan.report import facts
 from autoplan.report.html import render_page
@@ -136,13 +135,6 @@ def test_what_makes_no_objective_is_refused(given: dict[str, Any], says: str):
     with pytest.raises(UsageError) as refused:
         SearchOptions(spec=make_plan().workload, **given)
     assert says in str(refused.value.flag_hint)
-
-
-def test_another_objective_is_another_search_and_throughput_is_the_one_it_was():
-    facts_: dict[str, Any] = {"device": "cpu", "fix": {}, "bound": {}, "nproc": 1, "memory_limit_bytes": None}
-    before = study_identity(make_plan().workload, "f" * 16, **facts_)
-    assert study_identity(make_plan().workload, "f" * 16, **facts_, objective=None) == before
-    assert study_identity(make_plan().workload, "f" * 16, **facts_, objective={"name": "memory"}) != before
 
 
 def test_the_front_has_what_no_other_beats_in_both(tmp_path: Path):

@@ -59,12 +59,10 @@ def trial_cost(*configs: TrainingConfig) -> TrialCost:
     ("step_s", "accumulation", "expected_s"),
     [
         (0.002, 4, 1.2),  # warm-up and two stretches of the load monitor
-        (0.05, 1, 1.2),
         (0.5, 8, 6 * 0.0625 + 0.5 + 2.5),  # two short steps, one whole step, five that count
         (0.9, 1, 4 * 0.9),  # expensive: four steps, and three of them count
         (25.6, 64, 6 * 0.4 + 2 * 6 * 0.4),  # parts
         (100.0, 32, 3 * 3.125),  # very expensive: 1 + 2 micro-steps
-        (290.0, 64, 3 * 4.53125),
     ],
 )
 def test_a_look_lasts_as_long_as_its_step_asks_for_whatever_the_budget_is(

@@ -10,7 +10,7 @@ import pytest
 from autoplan.errors import AutoplanError, ConfigError, WorkloadError
 from autoplan.planner.cost.traced.estimator import Estimator
 from autoplan.planner.search.inspection import Means
-from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.setup import (
     SearchContext,
     begin_search,
@@ -24,6 +24,8 @@ from autoplan.probes.run import DEFAULT_BUDGET_S, read_host_profile, run_probes
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
+from tests.planner.cost.test_one_core import machine, model_of_eight_blocks
+from tests.planner.search.stand_in import Observer
 
 MINE = """
 import autoplan, torch
@@ -58,18 +60,6 @@ def workload():
 """
 
 
-class Listener(SearchObserver):
-    def __init__(self) -> None:
-        self.phases: list[str] = []
-        self.notes: list[str] = []
-
-    def on_phase(self, name: str, detail: str = "") -> None:
-        self.phases.append(name)
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
-
-
 @pytest.fixture
 def zygote(training_zygote: Zygote) -> Zygote:
     return training_zygote
@@ -89,9 +79,7 @@ def options(folder: Path, old: str = "", new: str = "", **more: Any) -> SearchOp
 @pytest.mark.parametrize(
     ("old", "new", "more", "kind", "text"),
     [
-        ("autoplan.LossSum(found.sum(), len(found))", "found.mean()", {}, WorkloadError, "LossSum"),
         ("found.sum(), len(found)", "found.mean(), 1", {}, WorkloadError, "that is a mean"),
-        ("", "", {"fix": {"micro_batch": 7}}, AutoplanError, "7"),
         ("", "", {"fix": {"precision": "tf32"}}, ConfigError, "tf32"),
         ("", "", {"fix": {"dp_shard": 2}}, ConfigError, "dp_shard"),
         ("build_model=Model,", "build_model=dict,", {}, WorkloadError, "torch.nn.Module"),
@@ -100,15 +88,15 @@ def options(folder: Path, old: str = "", new: str = "", **more: Any) -> SearchOp
 def test_the_input_is_refused_before_anything_is_measured(
     zygote: Zygote, tmp_path: Path, old: str, new: str, more: dict[str, Any], kind: type[AutoplanError], text: str
 ) -> None:
-    listener = Listener()
+    listener = Observer()
     with pytest.raises(kind) as caught:
         begin_search(Means(options=options(tmp_path, old, new, **more), zygote=zygote, observer=listener))
     assert text in caught.value.message
     assert set(listener.phases) <= {"inspect"}
 
 
-def begin(zygote: Zygote, folder: Path, **more: Any) -> tuple[SearchContext, Listener]:
-    listener = Listener()
+def begin(zygote: Zygote, folder: Path, **more: Any) -> tuple[SearchContext, Observer]:
+    listener = Observer()
     fixed = {"precision": "fp32"}  # what other precisions gain here goes by rates, which a busy machine blurs
     means = Means(options=options(folder, fix=fixed), zygote=zygote, observer=listener, budget_s=60.0, **more)
     return begin_search(means), listener
@@ -150,35 +138,34 @@ def test_later_pieces_know_more_of_the_same_space(
     assert "probe" not in listener.phases
 
 
-@pytest.mark.parametrize("busy", [True, False])
 def test_rates_taken_under_load_are_bettered_once_the_load_is_over(
-    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoplan.probes.merge.is_busy", lambda host: busy)
     known = run_probes(zygote, device="cpu", brief=True)
     load = {"disturbed": "other work took 40%", "others_cpu_share": 0.4}
     loaded = known.model_copy(update={**load, "probed_s": DEFAULT_BUDGET_S})
     path = cache_path(read_host_profile().fingerprint, "cpu")
     assert load_cached(path)[0] is not None
     save_cached(path, loaded)
-    context, listener = begin(zygote, tmp_path)
-    assert listener.notes.count("other work took 40%") == 1
-    assert context.hardware.device("cpu").operations == known.device("cpu").operations, "they are used in any case"
-    assert context.probed == busy and (probe_cost_s(context) > 0) != busy
+    for busy in (True, False):
+        monkeypatch.setattr("autoplan.probes.merge.is_busy", lambda host, busy=busy: busy)
+        context, listener = begin(zygote, tmp_path)
+        assert listener.notes.count("other work took 40%") == 1
+        assert context.hardware.device("cpu").operations == known.device("cpu").operations, "they are used in any case"
+        assert context.probed == busy and (probe_cost_s(context) > 0) != busy
 
 
-def test_uncertain_rates_make_wider_intervals(zygote: Zygote, tmp_path: Path) -> None:
-    context, _ = begin(zygote, tmp_path)
-
+def test_uncertain_rates_make_wider_intervals() -> None:
     def width(spread: float) -> float:
-        cpu = context.hardware.device("cpu")
+        hardware = machine()
+        cpu = hardware.device("cpu")
         readings = tuple(
             reading.model_copy(update={"rate": reading.rate.model_copy(update={"spread": spread})})
             for reading in cpu.operations
         )
-        device = cpu.model_copy(update={"operations": readings})
-        hardware = context.hardware.model_copy(update={"devices": (device,)})
-        estimator = Estimator(context.profile, hardware, device="cpu", global_batch=8, memory_limit_bytes=None)
+        hardware = hardware.model_copy(update={"devices": (cpu.model_copy(update={"operations": readings}),)})
+        profile = model_of_eight_blocks()
+        estimator = Estimator(profile, hardware, device="cpu", global_batch=8, memory_limit_bytes=None)
         (found,) = estimator.estimate([TrainingConfig(micro_batch=4, precision="bf16")])
         return found.step_time_high_s / found.step_time_low_s
 

@@ -8,26 +8,19 @@ from typing import Any
 
 import pytest
 
-from autoplan.errors import PlanError, StoreError
+from autoplan.errors import StoreError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import PLAN_FILE, SearchRun, keep_unverified
-from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.plan_maker import UNCHECKED
 from autoplan.planner.store.store import Store
 from autoplan.strategies.config import TrainingConfig
+from tests.planner.search.stand_in import Observer
 from tests.recorded import make_plan
 
 STUDY = "0" * 16
 FILE = "plan.unverified.json"
-
-
-class Notes(SearchObserver):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 class Leading:
@@ -58,7 +51,7 @@ def run(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Search
     session: Any = Leading("bf16")
     return SearchRun(
         options=options,
-        observer=Notes(),
+        observer=Observer(),
         store=store,
         budget_s=600.0,
         session=session,
@@ -126,7 +119,7 @@ def test_a_place_that_cannot_be_written_is_a_note_and_no_other_end(run: SearchRu
     assert any("could not be written" in note for note in run.observer.notes)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("error", [StoreError("the disk is full"), PlanError("no room"), OSError(28, "No space left")])
+@pytest.mark.parametrize("error", [StoreError("the disk is full"), OSError(28, "No space left")])
 def test_a_broken_disk_does_not_change_the_exit_code(
     run: SearchRun, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

@@ -32,6 +32,7 @@ from autoplan.strategies.config import knobs as knob_facts
 from autoplan.strategies.knob_text import parse_knob
 from autoplan.strategies.techniques.degrees import legal_degrees
 from autoplan.strategies.techniques.rules import incompatible
+from tests.cases import some
 
 
 def device(spread: float = 0.05, **rates: float) -> Device:
@@ -154,7 +155,7 @@ def one_by_one(choices, degrees, global_batch):
                 yield config
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", some(range(40), range(16)))
 def test_the_space_in_columns_is_that_of_each_configuration_by_itself(seed: int):
     draw = random.Random(seed)
     offered = [
@@ -333,10 +334,6 @@ def test_a_precision_that_was_measured_to_lose_is_left_out_with_the_numbers():
     assert {config.precision for config in space.candidates} == {"fp32", "tf32", "fp16"}
     family = next(family for family in space.left_out if family.family == "precision=bf16")
     assert "90% slower" in family.by and family.configurations == 6
-
-
-def test_a_precision_that_was_measured_to_win_stays():
-    assert "bf16" in {config.precision for config in twins({"float32": 100e9, "bfloat16": 300e9}).candidates}
 
 
 def test_a_slow_precision_that_the_user_named_is_obeyed():

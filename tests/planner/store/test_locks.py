@@ -58,14 +58,8 @@ def test_a_second_search_is_told_which_process_has_the_device(folder: Path):
         end(other)
 
 
-def test_the_kernel_releases_what_a_killed_process_had(folder: Path):
-    other = hold(folder, "GPU-1")
-    end(other)
-    with DeviceLock(["GPU-1"], folder=folder):
-        pass
-
-
 def test_who_waits_gets_the_device_when_it_is_free_and_says_once_what_it_waits_for(folder: Path):
+    """The kernel releases what a killed process had."""
     other = hold(folder, "GPU-1")
     said: list[str] = []
 

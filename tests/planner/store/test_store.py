@@ -10,25 +10,19 @@ from pathlib import Path
 import pytest
 
 from autoplan.errors import StoreBusyError, StoreError
-from autoplan.planner.records.trials import Interval, Outcome, Parity, Trial
+from autoplan.planner.records.trials import Trial
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store import journal as journal_module
 from autoplan.planner.store.journal import RecordFile
 from autoplan.planner.store.store import Store, study_folder, study_identity
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
+from tests import recorded
+from tests.planner.search.stand_in import verdict
 
 
-def make_trial(number: int, micro_batch: int = 1) -> Trial:
-    return Trial(
-        number=number,
-        purpose="search",
-        config=TrainingConfig(micro_batch=micro_batch),
-        outcome=Outcome.OK,
-        phase="done",
-        step_time_s=Interval(median=1.0, low=0.9, high=1.1, samples=5),
-        seconds_spent=2.0,
-    )
+def make_trial(number: int) -> Trial:
+    return recorded.make_trial(number, TrainingConfig(micro_batch=1), 1.0, seconds_spent=2.0)
 
 
 def open_store(folder: Path, identity: str = "abc", **options: bool) -> Store:
@@ -115,34 +109,16 @@ def test_a_really_full_disk(tmp_path: Path):
 
 
 def test_what_was_added_is_there_again(tmp_path: Path):
-    parity = Parity(
-        passed=True,
-        tolerance=1e-3,
-        worst_gradient_difference=1e-5,
-        worst_update_difference=1e-5,
-        worst_group="block.0",
-        loss_difference=0.0,
-        global_batch=4,
-        sequence_length=None,
-        changes_numerics=False,
-    )
     with open_store(tmp_path / "s") as store:
         store.set_budget(60.0)
         store.add(make_trial(0))
-        store.add_parity(TrainingConfig(micro_batch=1), parity)
+        store.add_parity(TrainingConfig(micro_batch=1), verdict(True))
     with open_store(tmp_path / "s") as store:
         assert [trial.number for trial in store.trials] == [0]
         assert store.trials[0].resumed
         assert store.take_number() == 1
         assert store.budget_s == 60.0
-        assert store.parity_of(TrainingConfig(micro_batch=1)) == parity
-        assert store.finished is None
-        store.finish("plan_found", ended_by="time")
-    with open_store(tmp_path / "s") as store:
-        assert store.finished == {"status": "plan_found", "ended_by": "time"}
-        store.set_budget(60.0)
-        assert store.finished is not None  # the same budget: the same search
-        store.set_budget(120.0)
+        assert store.parity_of(TrainingConfig(micro_batch=1)) == verdict(True)
         assert store.finished is None
 
 
@@ -399,6 +375,9 @@ def test_identity_changes_with_what_changes_the_search(tmp_path: Path):
         identity(bound={"micro_batch": Bound(low=1, high=2)}),
         identity(nproc=2),
         identity(memory_limit_bytes=1 << 30),
+        identity(numerics="lossy"),
+        identity(objective={"name": "memory"}),
+        identity(side_by_side=2),
     ]
     assert len(set(variants)) == len(variants)
-    assert identity() == identity()
+    assert identity() == identity(numerics="kept", objective=None, side_by_side=1)

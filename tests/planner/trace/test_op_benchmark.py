@@ -44,8 +44,24 @@ def shape(*sizes: int) -> TensorShape:
     return TensorShape(sizes, tuple(strides), torch.float32)
 
 
+def once(call: OpCall, flops: float = 1.0) -> TimingRequest:
+    """Timed at one size."""
+    return TimingRequest(small_batch=call, large_batch=None, count=1, flops=flops)
+
+
 def product(samples: int) -> OpCall:
     return OpCall(ATEN.mm.default, (shape(64 * samples, 256), shape(256, 128)), {})
+
+
+BROKEN = OpCall(ATEN.bmm.default, (shape(1, 2, 3), shape(1, 5, 7)), {})
+TIMED = OperationGroup(
+    **ONE | {"name": "mul", "kind": "memory"},
+    bytes_moved=LinearFit(per_sample=100.0),
+    measured_s=1.0,
+    measured_samples=2,
+    measured_more_s=10.0,
+    measured_more_samples=16,
+)
 
 
 def test_an_operation_grows_by_the_sizes_that_differ() -> None:
@@ -88,13 +104,7 @@ def test_both_sizes_are_timed_and_the_larger_takes_longer() -> None:
 
 
 def test_what_does_not_grow_is_timed_once_and_what_cannot_run_is_left_out() -> None:
-    batch = TimingRequest(small_batch=product(2), large_batch=None, count=1, flops=1.0)
-    broken = OpCall(ATEN.bmm.default, (shape(1, 2, 3), shape(1, 5, 7)), {})
-    found = time_operations(
-        {"batch": batch, "broken": TimingRequest(small_batch=broken, large_batch=None, count=1, flops=1.0)},
-        torch.device("cpu"),
-        5.0,
-    )
+    found = time_operations({"batch": once(product(2)), "broken": once(BROKEN)}, torch.device("cpu"), 5.0)
     assert found["batch"].larger_s is None
     assert "broken" not in found
 
@@ -102,9 +112,7 @@ def test_what_does_not_grow_is_timed_once_and_what_cannot_run_is_left_out() -> N
 def test_the_timing_ends_with_a_note_where_the_device_runs_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an assertion in a kernel: the device is asked, and one operation on a CPU fails for real."""
     monkeypatch.setattr(op_benchmark, "device_answers", lambda device: False)
-    broken = OpCall(ATEN.bmm.default, (shape(1, 2, 3), shape(1, 5, 7)), {})
-    sound = TimingRequest(small_batch=product(2), large_batch=None, count=1, flops=1.0)
-    requests = {"broken": TimingRequest(small_batch=broken, large_batch=None, count=1, flops=1e-3), "sound": sound}
+    requests = {"broken": once(BROKEN, flops=1e-3), "sound": once(product(2))}
     notes: list[str] = []
     assert time_operations(requests, torch.device("cpu"), 5.0, notes) == {}
     assert len(notes) == 1 and "aten.bmm.default: RuntimeError: " in notes[0] and "ended early" in notes[0]
@@ -116,12 +124,7 @@ def test_the_timing_ends_with_a_note_where_the_device_runs_nothing_more(monkeypa
 def test_an_operation_without_time_left_takes_seconds_in_proportion_to_its_kind() -> None:
     """A budget that the first of the kind uses up: the others have half and twice its work."""
     sizes = {"small": 1 << 20, "middle": 2 << 20, "large": 4 << 20}
-    requests = {
-        name: TimingRequest(
-            small_batch=OpCall(ATEN.exp.default, (shape(size),), {}), large_batch=None, count=1, flops=0.0
-        )
-        for name, size in sizes.items()
-    }
+    requests = {name: once(OpCall(ATEN.exp.default, (shape(size),), {}), flops=0.0) for name, size in sizes.items()}
     found = time_operations(requests, torch.device("cpu"), 1e-9)
     assert found == {}
     found = time_operations(requests, torch.device("cpu"), 0.002)  # time for the first; three times another is more
@@ -130,32 +133,16 @@ def test_an_operation_without_time_left_takes_seconds_in_proportion_to_its_kind(
 
 
 def test_between_two_timed_sizes_lies_a_line_and_beyond_them_proportion() -> None:
-    group = OperationGroup(
-        **ONE | {"name": "mul", "kind": "memory"},
-        bytes_moved=LinearFit(per_sample=100.0),
-        measured_s=1.0,
-        measured_samples=2,
-        measured_more_s=10.0,
-        measured_more_samples=16,
-    )
-    found = measured_seconds(group, np.array([1.0, 2.0, 9.0, 16.0, 32.0]))
+    found = measured_seconds(TIMED, np.array([1.0, 2.0, 9.0, 16.0, 32.0]))
     assert found == pytest.approx([0.5, 1.0, 5.5, 10.0, 20.0])
 
 
 def test_an_operation_that_was_timed_in_the_forward_is_known_in_the_backward() -> None:
     """What a checkpointed block runs again; an operation of another size, or that was not timed, is not known."""
-    timed = OperationGroup(
-        **ONE | {"name": "mul", "kind": "memory", "phase": "forward"},
-        bytes_moved=LinearFit(per_sample=100.0),
-        measured_s=1.0,
-        measured_samples=2,
-        measured_more_s=10.0,
-        measured_more_samples=16,
-    )
-    again = timed.model_copy(update={"phase": "backward", "measured_s": None})
+    again = TIMED.model_copy(update={"phase": "backward", "measured_s": None})
     larger = again.model_copy(update={"bytes_moved": LinearFit(per_sample=200.0)})
     untimed = again.model_copy(update={"name": "add"})
-    variant = VariantProfile(key=VariantKey(), groups=(timed, untimed), kernels=2, peaks=(), **NOTHING_SAVED)
+    variant = VariantProfile(key=VariantKey(), groups=(TIMED, untimed), kernels=2, peaks=(), **NOTHING_SAVED)
     profile = ModelProfile(**PLAIN_PROFILE, variants={VariantKey().text(): variant})
     found = timings_of(profile, [group_key(group) for group in (again, larger, untimed)])
     assert found == {group_key(again): OpTiming(seconds=1.0, larger_s=10.0, larger_factor=8)}
@@ -195,21 +182,21 @@ def test_an_allocator_that_keeps_memory_takes_no_new_pages() -> None:
     import sys
 
     script = """
-import resource, sys, torch
+import resource, torch
 from autoplan.strategies.techniques.allocator import keep_freed_memory
-if sys.argv[1] == "keep":
-    assert keep_freed_memory()
 def touch():
     held = [torch.empty(12 << 20).fill_(1.0) for _ in range(4)]  # 48 MiB each: past what glibc keeps by itself
-for _ in range(8):  # where the C library puts what grows differs by process: some need six passes
+def new_pages():
+    for _ in range(8):  # where the C library puts what grows differs by process: some need six passes
+        touch()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     touch()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-touch()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+own = new_pages()
+assert keep_freed_memory()
+print(own, new_pages())
 """
-    faults = {}
-    for mode in ("own", "keep"):
-        done = subprocess.run([sys.executable, "-c", script, mode], capture_output=True, text=True, check=True)
-        faults[mode] = int(done.stdout)
-    assert faults["own"] > 40_000  # 192 MiB in pages of 4 KiB, or nearly
-    assert faults["keep"] < 0.05 * faults["own"]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    own, keep = map(int, done.stdout.split())
+    assert own > 40_000  # 192 MiB in pages of 4 KiB, or nearly
+    assert keep < 0.05 * own

@@ -12,7 +12,14 @@ from autoplan.errors import WorkloadError
 from autoplan.planner.search.inspection import Means, inspect
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.trace.build_profile import profile_workload
-from autoplan.planner.trace.model_profile import PLAIN, TraceRequest, VariantKey, variants_of, variants_to_trace
+from autoplan.planner.trace.model_profile import (
+    PLAIN,
+    ModelProfile,
+    TraceRequest,
+    VariantKey,
+    variants_of,
+    variants_to_trace,
+)
 from autoplan.planner.trace.rough_profile import rough_variant, with_rough_variants
 from autoplan.planner.trace.trace import TraceLimits, trace_profile
 from autoplan.probes.run import read_host_profile
@@ -53,11 +60,12 @@ class Model(nn.Module):
         return inputs
 
 
-def make_workload(build_model=Model, loss=None, **options) -> Workload:
+def make_workload(build_model=Model, loss=None, make_batch=None, **options) -> Workload:
     return Workload(
         name="recounts",
         build_model=build_model,
-        make_batch=lambda count, index: torch.randn(count, 8, generator=torch.Generator().manual_seed(index)),
+        make_batch=make_batch
+        or (lambda count, index: torch.randn(count, 8, generator=torch.Generator().manual_seed(index))),
         loss=loss or (lambda model, batch: LossSum(model(batch).pow(2).sum(), len(batch))),
         build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         global_batch=8,
@@ -88,12 +96,23 @@ def test_the_plain_variant_alone_decides_and_its_own_error_comes_first() -> None
     assert str(caught.value).startswith("KeyError: 'label'") and "of 2 or 4 samples" in str(caught.value)
 
 
-def test_only_the_wanted_variants_are_traced() -> None:
+WANTED = variants_to_trace(
+    [TrainingConfig(micro_batch=1, precision="bf16", checkpointing=value) for value in ("none", "full")]
+)
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> ModelProfile:
+    """A tiny one, of which the wanted variants are traced."""
+    return profile_workload(language(), "cpu", identity="tiny", request=TraceRequest(variants=WANTED))
+
+
+def test_only_the_wanted_variants_are_traced(gpt2: ModelProfile) -> None:
     wanted = variants_to_trace([TrainingConfig(micro_batch=1), TrainingConfig(micro_batch=1, precision="bf16")])
     assert [key.text() for key in wanted] == ["fp32/own/none/full/eager", "half/own/none/full/eager"]
-    profile = profile_workload(language(), "cpu", identity="tiny", request=TraceRequest(variants=wanted))
-    assert sorted(profile.variants) == ["fp32/own/none/full/eager", "half/own/none/full/eager"]
-    assert not profile.failed_variants and not profile.rough_variants
+    texts = ["fp32/own/none/full/eager", "half/own/full/full/eager", "half/own/none/full/eager"]
+    assert sorted(key.text() for key in WANTED) == sorted(gpt2.variants) == texts
+    assert not gpt2.failed_variants and not gpt2.rough_variants
 
 
 def test_the_variants_of_a_configuration_are_those_the_cost_model_reads() -> None:
@@ -108,39 +127,33 @@ def test_the_variants_of_a_configuration_are_those_the_cost_model_reads() -> Non
     }
 
 
-def test_what_there_is_no_time_for_is_estimated_and_named() -> None:
-    wanted = variants_to_trace(
-        [TrainingConfig(micro_batch=1, precision="bf16", checkpointing=value) for value in ("none", "full")]
-    )
+def test_what_there_is_no_time_for_is_estimated_and_named(gpt2: ModelProfile) -> None:
     hurried = profile_workload(
-        language(), "cpu", identity="tiny", request=TraceRequest(variants=wanted, time_limit_s=0.0)
+        language(), "cpu", identity="tiny", request=TraceRequest(variants=WANTED, time_limit_s=0.0)
     )
-    assert set(hurried.rough_variants) == {key.text() for key in wanted} - {PLAIN.text()}
-    assert set(hurried.variants) == {key.text() for key in wanted}
-    exact = profile_workload(language(), "cpu", identity="tiny", request=TraceRequest(variants=wanted))
+    assert set(hurried.rough_variants) == {key.text() for key in WANTED} - {PLAIN.text()}
+    assert set(hurried.variants) == {key.text() for key in WANTED}
     for name in hurried.rough_variants:
-        rough, traced = hurried.variants[name], exact.variants[name]
+        rough, traced = hurried.variants[name], gpt2.variants[name]
         samples = 8
         peak_rough, peak_traced = (max(peak.first.at(samples) for peak in v.peaks) for v in (rough, traced))
         assert 0.25 < peak_rough / peak_traced < 4.0, name
 
 
-def test_a_rough_variant_of_a_traced_one_changes_only_what_differs() -> None:
-    profile = profile_workload(language(GPT2), "cpu", identity="tiny", request=TraceRequest(variants=(PLAIN,)))
-    again = with_rough_variants(profile, [PLAIN])
-    assert again == profile
-    full = rough_variant(VariantKey(checkpointing="full"), profile.variants, profile.num_blocks)
-    assert full.block_saved_bytes.per_sample < 0.2 * profile.variants[PLAIN.text()].block_saved_bytes.per_sample
+def test_a_rough_variant_of_a_traced_one_changes_only_what_differs(gpt2: ModelProfile) -> None:
+    again = with_rough_variants(gpt2, [PLAIN])
+    assert again == gpt2
+    full = rough_variant(VariantKey(checkpointing="full"), gpt2.variants, gpt2.num_blocks)
+    assert full.block_saved_bytes.per_sample < 0.2 * gpt2.variants[PLAIN.text()].block_saved_bytes.per_sample
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_fixed_micro_batch_is_traced_at_its_size(size: int) -> None:
+def test_a_fixed_micro_batch_is_traced_at_its_size() -> None:
     """BatchNorm makes the micro-batch part of the training; the trace refused every value but 1."""
     workload = make_workload(
-        lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), fixed_micro_batch=size
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), fixed_micro_batch=4
     )
     profile = profile_workload(workload, "cpu", identity="normed", request=TraceRequest(variants=(PLAIN,)))
-    assert profile.fewest_samples == size and PLAIN.text() in profile.variants
+    assert profile.fewest_samples == 4 and PLAIN.text() in profile.variants
 
 
 def test_a_trace_leaves_the_users_config_alone() -> None:
@@ -152,13 +165,8 @@ def test_a_trace_leaves_the_users_config_alone() -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
         return LossSum(model(input_ids=batch, labels=batch).loss * batch.numel(), batch.numel())
 
-    workload = Workload(
-        name="shared config",
-        build_model=lambda: GPT2LMHeadModel(config),
-        make_batch=lambda count, index: torch.randint(1, 100, (count, 16)),
-        loss=loss,
-        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        global_batch=8,
+    workload = make_workload(
+        lambda: GPT2LMHeadModel(config), loss, lambda count, index: torch.randint(1, 100, (count, 16))
     )
     profile = profile_workload(workload, "cpu", identity="shared", request=TraceRequest(variants=(PLAIN,)))
     assert config.num_hidden_layers == 6 and profile.num_blocks == 6
@@ -193,25 +201,16 @@ def test_a_batch_function_that_reads_values_is_run_for_real() -> None:
         longest = int(torch.randint(4, 9, (count,)).max().item())
         return torch.randn(count, longest)[:, :1].expand(count, 8).contiguous()
 
-    workload = make_workload(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
-    workload.make_batch = padded
+    workload = make_workload(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), make_batch=padded)
     profile = profile_workload(workload, "cpu", identity="padded", request=TraceRequest(variants=(PLAIN,)))
     assert profile.method == "traced"
 
 
 def test_sparse_gradients_are_counted_by_their_values() -> None:
     """The rows that a batch asked for have gradients, not the whole table: 8 rows of 4 numbers for each sample."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Embedding(1000, 4, sparse=True), nn.Flatten(), nn.Linear(32, 1))
-
-    workload = Workload(
-        name="words",
-        build_model=build,
+    workload = make_workload(
+        lambda: nn.Sequential(nn.Embedding(1000, 4, sparse=True), nn.Flatten(), nn.Linear(32, 1)),
         make_batch=lambda count, index: torch.arange(8 * count).reshape(count, 8) % 1000,
-        loss=lambda model, batch: LossSum(model(batch).square().sum(), len(batch)),
-        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        global_batch=8,
     )
     profile = profile_workload(workload, "cpu", identity="words", request=TraceRequest(variants=(PLAIN,)))
     assert PLAIN.text() in profile.variants and profile.trainable == 4000 + 33

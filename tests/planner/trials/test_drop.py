@@ -47,7 +47,7 @@ def share_dropped(slower: float, level: float, sd: float, correlation: float, ca
     return dropped / cases
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.3, 0.5])
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
 @pytest.mark.parametrize("sd", [0.005, 0.03, 0.06])
 def test_the_bound_holds_at_all_samples_together(sd: float, correlation: float):
     """At most 5 % of the runs ever leave it within 40 samples; also with twice the assumed deviation."""

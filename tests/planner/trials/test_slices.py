@@ -73,8 +73,8 @@ def run_all(
     return list(zygote.run(task).check().results[:-1])
 
 
-@pytest.mark.parametrize("runs", [2, 3])
-def test_one_runs_at_a_time_and_its_clock_counts_its_own_slices(zygote: Zygote, tmp_path: Path, runs: int):
+def test_one_runs_at_a_time_and_its_clock_counts_its_own_slices(zygote: Zygote, tmp_path: Path):
+    runs = 3
     made = run_all(zygote, tmp_path, (1.0,) * runs, (COUNTED_S,) * runs)
     for one in made:
         assert one["own_s"] == pytest.approx(COUNTED_S, abs=0.3)
@@ -112,8 +112,7 @@ def test_a_round_measures_both_over_the_same_time(zygote: Zygote, tmp_path: Path
     assert one.seconds_spent == other.seconds_spent == pytest.approx(made.report.seconds / 2, rel=0.2)
 
 
-@pytest.mark.parametrize("micro_batch", [12, 192], ids=["raises", "killed"])
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(("micro_batch", "place"), [(12, 0), (192, 1)], ids=["first-raises", "second-killed"])
 def test_a_round_of_which_one_fails_ends_soon_and_is_no_verdict(
     zygote: Zygote, tmp_path: Path, micro_batch: int, place: int
 ):

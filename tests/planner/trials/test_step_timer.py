@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from autoplan.planner.records.trials import RECOMPILED
 from autoplan.planner.trials import request, step_timer
 from autoplan.planner.trials.load import LoadMonitor
 from autoplan.planner.trials.measure import ToBeat, step_terms, sum_interval
@@ -60,22 +61,28 @@ def _one_thread() -> Iterator[None]:
 
 
 def make_timer(
-    function: str, micro_batch: int, *problems: str | None, precision: Any = "fp32", **asked: Any
+    function: str,
+    micro_batch: int,
+    *problems: str | None,
+    precision: Any = "fp32",
+    compiled: Any = "off",
+    load: LoadMonitor | None = None,
+    **asked: Any,
 ) -> StepTimer:
     spec = make_spec(model=f"{WORKLOADS}:{function}")
-    config = TrainingConfig(micro_batch=micro_batch, threads=1, precision=precision)
+    config = TrainingConfig(micro_batch=micro_batch, threads=1, precision=precision, compile=compiled)
     silent: Any = Silent()
     return StepTimer(
         context=silent,
         request=TrialRequest(spec=spec, config=config, device="cpu", **asked),
         run=prepare(load_workload(spec), config),
         ranks=RankSync(1, torch.device("cpu")),
-        load=ScriptedLoad(*problems),
+        load=load or ScriptedLoad(*problems),
     )
 
 
-def slow_micro_steps(timer: StepTimer, seconds: float) -> list[int]:
-    """Has each micro-step take so much longer; the list counts them, by optimizer step."""
+def slow_micro_steps(timer: StepTimer, seconds: float, update_s: float = 0.0) -> list[int]:
+    """Has each micro-step, and each update, take so much longer; the list counts micro-steps by optimizer step."""
     real, real_end, counts = timer.run.micro_step, timer.run.optimizer_step, [0]
 
     def slow(*arguments: Any, **options: Any) -> Any:
@@ -85,11 +92,26 @@ def slow_micro_steps(timer: StepTimer, seconds: float) -> list[int]:
 
     def end(*arguments: Any) -> Any:
         counts.append(0)
+        time.sleep(update_s)
         return real_end(*arguments)
 
     timer.run.micro_step = slow  # type: ignore[method-assign]
     timer.run.optimizer_step = end  # type: ignore[method-assign]
     return counts
+
+
+def slow_where(timer: StepTimer, is_slow: Callable[[int], bool], seconds: float) -> list[int]:
+    """Has some calls of a micro-step take longer, by their number from 1 on; the list counts them."""
+    real, seen = timer.run.micro_step, [0]
+
+    def micro_step(*arguments: Any, **options: Any) -> Any:
+        seen[0] += 1
+        if is_slow(seen[0]):
+            time.sleep(seconds)
+        return real(*arguments, **options)
+
+    timer.run.micro_step = micro_step  # type: ignore[method-assign]
+    return seen
 
 
 @pytest.fixture
@@ -135,13 +157,7 @@ def test_a_look_ends_where_only_the_first_micro_step_was_very_expensive(expensiv
     expensive(0.1, 0.35)
     timer = make_timer("make_sound", 32)
     counts = slow_micro_steps(timer, 0.2)
-    slow, first = timer.run.micro_step, [0.3]
-
-    def micro_step(*arguments: Any, **options: Any) -> Any:
-        time.sleep(first.pop() if first else 0.0)
-        return slow(*arguments, **options)
-
-    timer.run.micro_step = micro_step  # type: ignore[method-assign]
+    slow_where(timer, lambda number: number == 1, 0.3)
     timer.short_steps()
     assert counts == [1, 2, 0] and timer.choose_method() == "parts"
     assert timer.measure_parts().samples == 4 and counts == [1, 2, 2, 0]
@@ -160,14 +176,7 @@ def test_a_further_run_shows_its_time_and_not_that_it_fits(
 ):
     expensive(0.1, 0.3)
     timer = make_timer("make_sound", micro_batch, again=True)
-    counts = slow_micro_steps(timer, 0.5)
-    counting = timer.run.optimizer_step
-
-    def update(*arguments: Any) -> Any:
-        time.sleep(update_s)
-        return counting(*arguments)
-
-    timer.run.optimizer_step = update  # type: ignore[method-assign]
+    counts = slow_micro_steps(timer, 0.5, update_s)
     timer.short_steps()
     assert timer.choose_method() == "parts"
     interval = timer.measure_parts()
@@ -181,15 +190,8 @@ def test_a_further_run_shows_its_time_and_not_that_it_fits(
 def test_the_compilation_is_no_part_of_what_a_further_run_counts(expensive: Callable[..., None]):
     """Else torch.compile "compiled again while it was measured", and each run of a claim would be disturbed."""
     expensive(0.1, 0.3)
-    config = TrainingConfig(micro_batch=32, threads=1, compile="model")
-    spec, silent = make_spec(model=f"{WORKLOADS}:make_sound"), Silent()
-    timer = StepTimer(
-        context=silent,  # type: ignore[arg-type]
-        request=TrialRequest(spec=spec, config=config, device="cpu", again=True),
-        run=prepare(load_workload(spec), config),
-        ranks=RankSync(1, torch.device("cpu")),
-        load=LoadMonitor(device=torch.device("cpu"), root_pid=os.getpid()),
-    )
+    load = LoadMonitor(device=torch.device("cpu"), root_pid=os.getpid())
+    timer = make_timer("make_linear", 32, compiled="model", load=load, again=True)
     counts = slow_micro_steps(timer, 0.5)
     timer.short_steps()
     timer.choose_method()
@@ -263,7 +265,7 @@ def test_what_records_cuda_graphs_counts_from_the_third_micro_step_on(expensive:
     timer = make_timer("make_sound", 384)
     graphs = timer.request.config.model_copy(update={"compile": "model", "compile_mode": "reduce-overhead"})
     timer.request = timer.request.model_copy(update={"config": graphs})
-    seen = slow_from(timer, range(1, 3), 1.0)
+    seen = slow_where(timer, lambda number: number < 3, 1.0)
     timer.short_steps()
     interval = measured(timer)
     assert seen[0] >= 4
@@ -294,33 +296,25 @@ def test_a_step_by_parts_takes_as_long_as_a_whole_step(monkeypatch: pytest.Monke
 OTHERS = "other work took 48% of the CPU time"
 
 
-def slow_from(timer: StepTimer, calls: range, seconds: float) -> list[int]:
-    """Has some calls of a micro-step take longer; the list counts them."""
-    real, seen = timer.run.micro_step, [0]
-
-    def micro_step(*arguments: Any, **options: Any) -> Any:
-        seen[0] += 1
-        if seen[0] in calls:
-            time.sleep(seconds)
-        return real(*arguments, **options)
-
-    timer.run.micro_step = micro_step  # type: ignore[method-assign]
-    return seen
-
-
-@pytest.mark.parametrize("method", ["whole_steps", "parts"])
-def test_a_disturbed_stretch_is_measured_again(method: Any):
+@pytest.mark.parametrize(
+    ("method", "problem", "kind"),
+    [
+        ("whole_steps", OTHERS, "other work"),
+        ("parts", OTHERS, "other work"),
+        ("parts", RECOMPILED, RECOMPILED),
+    ],
+)
+def test_a_disturbed_stretch_is_measured_again(method: Any, problem: str, kind: str):
     """The first stretch of the window is slow and disturbed: its samples do not count, in whole steps and in parts."""
-    timer = make_timer("make_sound", 128, OTHERS, method=method)
-    slow_from(timer, range(1, 7), 0.05)
-    timer.short_steps()  # the first stretch
-    if method == "whole_steps":
-        timer.load.problems = [OTHERS]  # type: ignore[attr-defined]
+    timer = make_timer("make_sound", 128, problem, method=method)
+    load: Any = timer.load
+    slow_where(timer, lambda number: bool(load.problems), 0.05)
+    timer.short_steps()
     interval = measured(timer)
     assert timer.disturbed is None
-    assert timer.load.discarded == {"other work": timer.load.discarded["other work"]}
+    assert load.discarded == {kind: 1}
     assert interval.high < 0.05, "no sample of the disturbed stretch counts"
-    window = timer.load.window(timer.disturbed)
+    window = load.window(timer.disturbed)
     assert window is not None and window.disturbed is None and window.discarded
 
 
@@ -335,16 +329,6 @@ def test_what_stays_disturbed_is_said_and_ends(method: Any):
     assert timer.disturbed == OTHERS
     assert interval.median > 0
     assert time.monotonic() - began < request.WARM_UP_S + 2 * request.MEASURING_S + 1.5
-
-
-def test_a_window_with_a_compilation_does_not_count_in_parts_either():
-    timer = make_timer("make_sound", 128, "torch.compile compiled again", method="parts")
-    slow_from(timer, range(1, 4), 0.3)
-    timer.short_steps()
-    interval = timer.measure_parts()
-    assert timer.load.discarded == {"torch.compile compiled again": 1}
-    assert timer.disturbed is None
-    assert interval.high < 0.3
 
 
 def test_skipped_fp16_steps_do_not_count_and_do_not_end_the_trial():

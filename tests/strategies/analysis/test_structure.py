@@ -60,7 +60,6 @@ def test_stages_of_an_image_model():
         ("resnet", {"ResNetBottleNeckLayer": [3, 4, 6, 3]}),
         ("swin", {"SwinLayer": [2, 2, 6, 2]}),
         ("convnext", {"ConvNextLayer": [3, 3, 9, 3]}),
-        ("vit", {"ViTLayer": [12]}),
         ("mixtral", {"MixtralDecoderLayer": [2]}),
         ("whisper", {"WhisperEncoderLayer": [4], "WhisperDecoderLayer": [4]}),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.techniques.fp8 import RECIPES, emulated_fp8
-from tests.strategies.parallel.world import run_step
+from tests.strategies.parallel.world import Case, Steps
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,20 +28,35 @@ _OPEN = contextlib.ExitStack()
 
 
 def emulated(run: TrainingRun | None) -> None:
-    """In a rank, before its run is built, and as long as the process lives."""
+    """In a rank, before a run is built, and as long as the process lives."""
     if run is None:
         _OPEN.enter_context(emulated_fp8())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_ranks_have_the_gradient_of_one_process(zygote: Zygote, tmp_path: Path, recipe: str) -> None:
-    def gradients(knobs: dict[str, Any], fp8: str = recipe) -> torch.Tensor:
-        config = TrainingConfig.model_validate({"micro_batch": 2, "precision": "bf16", "fp8": fp8} | knobs)
-        _, found = run_step(zygote, "llama", config, tmp_path, plant=emulated)
-        return torch.cat([found["gradients"][name].flatten() for name in sorted(found["gradients"])])
+def case_of(fp8: str, **knobs: Any) -> Case:
+    config = TrainingConfig.model_validate({"micro_batch": 2, "precision": "bf16", "fp8": fp8} | knobs)
+    return Case(model="llama", config=config, plant=emulated)
 
-    one, plain = gradients({}), gradients({}, fp8="off")
+
+PLAIN = case_of("off")
+ALONE = {recipe: case_of(recipe) for recipe in RECIPES}
+SHARED = {(recipe, name): case_of(recipe, **knobs) for recipe in RECIPES for name, (knobs, _) in LAYOUTS.items()}
+
+
+@pytest.fixture(scope="module")
+def steps(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """Those of both recipes; their ranks start once."""
+    return Steps(zygote, tmp_path_factory.mktemp("steps"), [PLAIN, *ALONE.values(), *SHARED.values()])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_ranks_have_the_gradient_of_one_process(steps: Steps, recipe: str) -> None:
+    def gradients(case: Case) -> torch.Tensor:
+        found = steps.of(case)[1]["gradients"]
+        return torch.cat([found[name].flatten() for name in sorted(found)])
+
+    one, plain = gradients(ALONE[recipe]), gradients(PLAIN)
     assert (one - plain).norm() / plain.norm() > 0.01, "fp8 changes the numbers"
-    for name, (knobs, allowed) in LAYOUTS.items():
-        apart = float((gradients(knobs) - one).norm() / one.norm())
+    for name, (_, allowed) in LAYOUTS.items():
+        apart = float((gradients(SHARED[recipe, name]) - one).norm() / one.norm())
         assert apart < allowed, (name, apart)

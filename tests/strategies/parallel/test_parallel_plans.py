@@ -81,16 +81,18 @@ class SharedBetween(SkipsABlock):
         self.norm = nn.LayerNorm(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norms = []
         for layer in self.layers:
-            x = self.norm(layer(x))
-        return x
+            x = layer(x)
+            norms.append(self.norm(x))
+        return torch.stack(norms).sum(0)
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         (SkipsABlock, "does not take what"),
-        (SharedBetween, "does not take what"),
+        (SharedBetween, "is outside the blocks and runs between them"),
         (lambda: nn.Linear(8, 8), "0 stack(s) of repeated blocks"),
     ],
 )

@@ -58,6 +58,8 @@ def test_the_probe_takes_the_models_own_shape():
     assert attention_shape(GPT2Config(), 1024) == (1, 12, 1024, 64)
     llama = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=32)
     assert attention_shape(llama, 128) == (1, 4, 128, 32)
+    assert heads_per_key(language(LLAMA).build_model()) == 2
+    assert heads_per_key(language(GPT2).build_model()) == 1
     assert probe_kernel("sdpa_flash", (1, 4, 16, 32), "cpu") is None, "torch has a flash kernel on the CPU too"
     assert "a probe on the model's shape (1, 4, 16, 32) failed" in (
         probe_kernel("sdpa_efficient", (1, 4, 16, 32), "cpu") or ""
@@ -71,8 +73,6 @@ def test_the_probe_shares_keys_between_heads_where_the_model_does(
     groups: int, size: int, heads_of_keys: int, shares: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """The efficient kernel of CUDA takes no shared keys, and transformers repeats them only beyond 256 per head."""
-    assert heads_per_key(language(LLAMA).build_model()) == 2
-    assert heads_per_key(language(GPT2).build_model()) == 1
     asked = []
     attend = F.scaled_dot_product_attention
 

@@ -281,7 +281,7 @@ def test_rows_that_16_does_not_divide_are_filled_up():
     """torch._scaled_mm sums over multiples of 16 alone, and tokens are what the gradient of a weight sums over."""
     from torchao.float8.float8_linear import Float8Linear
 
-    workload = language(LLAMA | {"max_position_embeddings": 64}, length=32)
+    workload = language(LLAMA)
     with emulated_fp8():
         run = prepare(workload, config(micro_batch=1))
     linears = [module for module in run.model.modules() if isinstance(module, Float8Linear)]

@@ -103,36 +103,31 @@ def test_making_a_spec_loads_no_torch(function_file):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_config_file_and_folder_with_weights(tmp_path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = dict(GPT2)
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
-    model.save_pretrained(tmp_path / "saved")
-    spec = make_spec(model=str(tmp_path / "saved"), sequence_length=16)
-    assert spec.kind == "folder"
-    loaded = load_workload(spec).build_model()
-    assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight)
-    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+def test_a_config_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(GPT2))
     spec = make_spec(model=str(tmp_path / "config.json"), sequence_length=16)
     assert spec.kind == "config"
     assert load_workload(spec).make_batch(2, 0)["input_ids"].shape == (2, 16)
 
 
-def test_folder_weights_fill_a_model_built_elsewhere(tmp_path):
+def test_the_weights_of_a_folder_are_loaded_and_fill_a_model_built_elsewhere(tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**GPT2))
     model.save_pretrained(tmp_path)
-    workload = load_workload(make_spec(model=str(tmp_path), sequence_length=16))
+    spec = make_spec(model=str(tmp_path), sequence_length=16)
+    assert spec.kind == "folder"
+    workload = load_workload(spec)
     with torch.device("meta"):
         empty = workload.build_model()
     filled = empty.to_empty(device="cpu")
     assert workload.load_weights is not None
     workload.load_weights(filled)
     assert torch.equal(filled.transformer.h[0].attn.c_attn.weight, model.transformer.h[0].attn.c_attn.weight)
+    loaded = workload.build_model()
+    assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
 
 
 def test_function_decides_what_was_not_given(function_file):
@@ -267,17 +262,6 @@ def test_an_inspected_function_loads_again_as_it_was(function_file):
     assert (facts.spec.global_batch, facts.spec.sequence_length, facts.spec.open_fields) == (6, None, ())
     again = load_workload(type(facts.spec).model_validate_json(facts.spec.model_dump_json()))
     assert (again.global_batch, again.name) == (6, "wide 4")
-
-
-def test_a_package_beside_the_file_is_part_of_its_identity(tmp_path):
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "__init__.py").write_text("")
-    (tmp_path / "parts" / "layers.py").write_text("WIDTH = 8\n")
-    (tmp_path / "mine.py").write_text("from parts.layers import WIDTH\n\ndef make():\n    return WIDTH\n")
-    before = make_spec(model=f"{tmp_path}/mine.py:make").identity
-    assert make_spec(model=f"{tmp_path}/mine.py:make").identity == before
-    (tmp_path / "parts" / "layers.py").write_text("WIDTH = 16\n")
-    assert make_spec(model=f"{tmp_path}/mine.py:make").identity != before
 
 
 FIXED_CLIPPING = """

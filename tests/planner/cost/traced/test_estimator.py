@@ -20,7 +20,7 @@ from autoplan.planner.cost.traced.candidates import from_configs
 from autoplan.planner.cost.traced.estimator import Estimator, Outlook
 from autoplan.planner.cost.traced.rates import fit_matmul
 from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
-from autoplan.planner.trace.model_profile import ModelProfile
+from autoplan.planner.trace.model_profile import PLAIN, ModelProfile, TraceRequest
 from autoplan.planner.trace.trace import trace_workload
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import TrainingConfig
@@ -306,7 +306,7 @@ def test_data_that_comes_too_slowly_binds_and_leaves_the_step_as_it_is(tmp_path:
     """A real make_batch that sleeps 20 ms a sample, for a model of one small product."""
     path = tmp_path / "slow.py"
     path.write_text(SLOW_DATA)
-    traced = trace_workload(make_spec(model=f"{path}:slow_data"), "cpu")
+    traced = trace_workload(make_spec(model=f"{path}:slow_data"), "cpu", TraceRequest(variants=(PLAIN,)))
     assert traced.input_s_per_sample is not None and traced.input_s_per_sample >= 0.02
     configs = [TrainingConfig(micro_batch=4), TrainingConfig(micro_batch=4, dp_replicate=2)]
     alone, two = estimator(traced, hardware).estimate(configs)

@@ -10,6 +10,7 @@ import pytest
 from autoplan.planner.cost.traced.estimator import Estimator
 from autoplan.planner.cost.traced.rates import from_device
 from autoplan.planner.trace.build_profile import profile_workload
+from autoplan.planner.trace.model_profile import TraceRequest, variants_to_trace
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import load_workload, make_spec
@@ -29,6 +30,8 @@ MEASURED: dict[str, tuple[dict[str, Any], float, float]] = {
 }
 """Seconds of a step of GPT-2 124M, 32 sequences of 1,024 tokens, and GiB at the peak: gpt2_240s.txt, gpt2_300s.txt."""
 
+PLAIN = TrainingConfig(micro_batch=32)
+
 SECONDS, MEMORY, MEMORY_FUSED_LOSS = 0.15, 0.15, 0.3
 """The largest errors. The last row has set two constants of the model (FUSED_PASSES, FUSED_LOSS_BYTES)."""
 
@@ -40,14 +43,17 @@ def hardware() -> HardwareProfile:
 
 @pytest.fixture(scope="module")
 def estimator(hardware: HardwareProfile) -> Estimator:
-    profile = profile_workload(load_workload(make_spec(model="gpt2")), "cuda", identity="gpt2")
+    """Of the variants that the configurations below read."""
+    configs = [PLAIN.model_copy(update=knobs) for knobs, *_ in MEASURED.values()]
+    request = TraceRequest(variants=variants_to_trace(configs, has_blocks=True))
+    profile = profile_workload(load_workload(make_spec(model="gpt2")), "cuda", identity="gpt2", request=request)
     return Estimator(profile, hardware, device="cuda", global_batch=32, memory_limit_bytes=74 << 30)
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_a_step_and_its_memory_are_predicted_before_anything_runs(estimator: Estimator, name: str):
     knobs, seconds, gib = MEASURED[name]
-    (prediction,) = estimator.estimate([TrainingConfig.model_validate({"micro_batch": 32, **knobs})])
+    (prediction,) = estimator.estimate([PLAIN.model_copy(update=knobs)])
     assert prediction.step_time_s == pytest.approx(seconds, rel=SECONDS)
     assert prediction.peak_memory_bytes / 2**30 == pytest.approx(
         gib, rel=MEMORY_FUSED_LOSS if "loss" in knobs else MEMORY
@@ -56,7 +62,7 @@ def test_a_step_and_its_memory_are_predicted_before_anything_runs(estimator: Est
 
 def test_a_head_whose_size_is_not_aligned_is_faster_compiled_as_a_whole(estimator: Estimator):
     """Inductor pads its operands; compiled blocks leave the head as it is."""
-    config = TrainingConfig(micro_batch=32, precision="bf16", optimizer_step="fused", compile="block")
+    config = PLAIN.model_copy(update={"precision": "bf16", "optimizer_step": "fused", "compile": "block"})
     blocks, whole = estimator.estimate([config, config.model_copy(update={"compile": "model"})])
     assert whole.step_time_s < 0.75 * blocks.step_time_s
 
