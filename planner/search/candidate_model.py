@@ -142,8 +142,10 @@ class CandidateModel:
         if trial.config.threads is not None and trial.outcome is Outcome.OK:
             quiet = self._had_quiet.get(trial.config, False) or not is_beside_work(trial)
             self._had_quiet[trial.config] = quiet
-        self.pace = self.pace_of(trial)
-        at_one_pace = trial.at_pace(1 / self.pace)
+        pace = self.pace_of(trial)
+        if trial.config.world_size == 1:
+            self.pace = pace
+        at_one_pace = trial.at_pace(1 / pace)
         self._at_one_pace.append(at_one_pace)
         if self.estimator is not None:
             self.estimator.observe(at_one_pace)

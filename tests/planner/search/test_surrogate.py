@@ -112,6 +112,12 @@ def test_looks_are_compared_as_if_the_cores_had_kept_the_speed_of_the_first():
     assert believed == pytest.approx(expected, rel=0.03)
     assert model.trials[1] == slow, "the record has what was measured"
     assert model_of(*model.trials).believed_s(CONFIGS[2]) == believed, "also where it is taken in again"
+    assert model.pace == pytest.approx(1.6**FOLLOWS_CORE)
+    late = make_trial(2, CONFIGS[2], None, outcome=Outcome.TIMEOUT, at_least_s=2.0)
+    assert model.pace_of(late) == model.pace, "without a reading its cores were those of now"
+    ranks = make_trial(3, TrainingConfig(micro_batch=1, dp_replicate=2), 9.0, window=slow.window)
+    model.observe(ranks)
+    assert model.pace_of(ranks) == 1.0 and model.pace > 1.0, "one reading is none of several ranks"
     gpu = model_of(on_core(0, 1.0, 0.001), slow, device="cuda").best_trial()
     assert gpu is not None and gpu.config == CONFIGS[0], "there a core of the host is not what computes"
 
