@@ -142,6 +142,8 @@ class CandidateModel:
         if trial.config.threads is not None and trial.outcome is Outcome.OK:
             quiet = self._had_quiet.get(trial.config, False) or not is_beside_work(trial)
             self._had_quiet[trial.config] = quiet
+        if not self._first_core_s and trial.config.world_size == 1 and trial.window is not None:
+            self._first_core_s = trial.window.core_s or 0.0
         pace = self.pace_of(trial)
         if trial.config.world_size == 1:
             self.pace = pace
@@ -161,9 +163,8 @@ class CandidateModel:
         if not self._on_cpu or trial.config.world_size > 1:
             return 1.0
         core_s = None if trial.window is None else trial.window.core_s
-        if not core_s:
+        if not core_s or not self._first_core_s:
             return self.pace
-        self._first_core_s = self._first_core_s or core_s
         return (core_s / self._first_core_s) ** FOLLOWS_CORE
 
     def set_aside(self, config: TrainingConfig) -> None:

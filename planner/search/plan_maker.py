@@ -17,11 +17,12 @@ from autoplan.planner.records.loading import Loading
 from autoplan.planner.records.plan import Alternative, Choice, HandSetting, Measurement, PlanNodes
 from autoplan.planner.records.trials import Interval, Objective, Outcome, Parity, Trial
 from autoplan.planner.search.candidate_model import find_untried
-from autoplan.planner.search.claim import Comparison, compare, drift
+from autoplan.planner.search.claim import compare, drift
 from autoplan.planner.search.device_hours import describe_used
 from autoplan.planner.search.objective import order
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, match_rounds, speed_ratio
 from autoplan.planner.search.session import Session
+from autoplan.planner.search.state import at_plain_pace_s
 from autoplan.planner.trace.input_benchmark import describe_input
 from autoplan.planner.trials.measure import Spread, core_spread, invert, ratio_interval
 from autoplan.probes.profile import Device
@@ -106,7 +107,7 @@ def make_plan(
         untried=find_untried(
             session.model,
             winner.config,
-            _at_plain_pace_s(session, winner, compared),
+            at_plain_pace_s(session, winner if winner.first.beside else compared.candidate),
             drawn=session.sampler is not None,
         ),
         parity=parity,
@@ -157,14 +158,6 @@ def _runs_of(first: Trial, candidates: Sequence[CandidateRuns]) -> CandidateRuns
     """A configuration with all its runs; with its first alone if one of its repeats failed."""
     found = next((candidate for candidate in candidates if candidate.config == first.config), None)
     return found or CandidateRuns(config=first.config, first=first)
-
-
-def _at_plain_pace_s(session: Session, winner: CandidateRuns, compared: Comparison) -> float:
-    """The winner's step time at the pace of the first trial, which is the plain run."""
-    if winner.first.beside:
-        return winner.look_s
-    pace = session.model.pace_of(compared.candidate.runs[0])
-    return compared.candidate.step_time.median / pace
 
 
 def _against_hand(session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns]) -> HandSetting | None:

@@ -87,7 +87,7 @@ class CandidateRuns:
         by, times = self.weight, [run.step_time_s for run in self.runs if run.step_time_s is not None]
         if by == 1:
             return times
-        return [Interval(median=by * t.median, low=by * t.low, high=by * t.high, samples=t.samples) for t in times]
+        return [time.times(by) for time in times]
 
     @cached_property
     def step_time(self) -> Interval:
