@@ -84,3 +84,14 @@ def test_the_kit_is_code_that_runs() -> None:
     with pytest.raises(ValueError, match="no repeated blocks"):
         require_blocks(plain)
     assert loader_arguments() == {"batch_size": 1, "drop_last": True} and list(steps("ab")) == [["a"], ["b"]]
+
+
+def test_a_bundle_is_the_same_whatever_other_settings_were_folded_before() -> None:
+    """The files of the kit are folded once for the settings that they ask."""
+    one, other = ({**plain_settings(), "COMPILE": value} for value in ("off", "model"))
+
+    def source(values: dict[str, Any]) -> str:
+        return Bundle(values, "model:prepare_module").source()
+
+    first, second = source(one), source(other)
+    assert first != second and [source(one), source(other)] == [first, second]
