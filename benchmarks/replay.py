@@ -37,7 +37,7 @@ from autoplan.planner.search.options import SamplerName, SearchObserver, SearchO
 from autoplan.planner.search.references import hand_setting
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.session import BudgetOver, Session
-from autoplan.planner.search.state import read_state
+from autoplan.planner.search.state import find_leader, read_state
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, TrialCost, what_is_compiled
 from autoplan.planner.search.work import do, drawn
 from autoplan.planner.space.prune import keep_what_may_win
@@ -120,7 +120,7 @@ def replay(
 
 def plan_now(session: Session) -> TrainingConfig | None:
     """The plan that the search would hand over: the leader, or the plain run if the leader's claim shows no gain."""
-    leader = session.leader
+    leader = find_leader(session)
     if leader is None:
         return None
     against = session.comparison(leader) if session.claim_is_over(leader.config) else None

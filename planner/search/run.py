@@ -35,7 +35,7 @@ from autoplan.planner.search.selection import without_void
 from autoplan.planner.search.session import BudgetOver, Session, make_model
 from autoplan.planner.search.setup import SearchContext, Target, begin_search, find_target, prepare_search, trace_more
 from autoplan.planner.search.side_by_side import SideBySide
-from autoplan.planner.search.state import plain_needs_s, read_state
+from autoplan.planner.search.state import find_leader, plain_needs_s, read_state
 from autoplan.planner.search.work import await_look, do, drawn, keep_ended, take_turn
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.journal import LeaseLostError, check_out
@@ -401,7 +401,7 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
             f"{len(hanging)} configuration(s) with a number of threads of their own ran only beside other work, which "
             "decides what number is good: they are not the plan. If that work stays, choose one by --fix threads=N"
         )
-    leader, plain = session.leader, session.baseline
+    leader, plain = find_leader(session), session.baseline
     if session.best is None:
         return answer.nothing_ran(run, session.ended_by)
     if leader is None and session.unchecked and not run.did_not_run:

@@ -233,17 +233,6 @@ class Session:
         """Whether it keeps what the user fixed, and does not rest on other work's load."""
         return self.options.allows(config) and not self.model.hangs_on_load(config)
 
-    @property
-    def leader(self) -> CandidateRuns | None:
-        """The best so far, by all runs that the choice may rest on; None: nothing that may be the plan has run.
-
-        From the first round of a claim on its configuration leads: what is known of the spread changes with each round,
-        and another would have no time for a claim of its own.
-        """
-        best_first = self.ranked(self.eligible)
-        claimed = (runs for runs in best_first if self.claim_rounds(runs.config) is not None)
-        return next(claimed, best_first[0] if best_first else None)
-
     def ranked(self, candidates: Sequence[CandidateRuns]) -> list[CandidateRuns]:
         """Configurations, best first; a single look counts by what all trials say of it."""
         believed = self.model.believed_s

@@ -167,8 +167,19 @@ class TrialCost:
         scope, mode = kind
         factor = SLOW_MODE_FACTOR if mode in SLOW_COMPILE_MODES else 1.0
         default = self._cold.get((scope, "default"))
-        cold_s = factor * (float(np.median(default)) if default else self._assumed_s[scope])
+        cold_s = factor * (float(np.median(default)) if default else self._slower * self._assumed_s[scope])
         return max([cold_s, *self._warm.get(kind, ())])  # a warm one is no longer than a cold one
+
+    @property
+    def _slower(self) -> float:
+        """How many times as long as assumed compilations in the default mode took here, of any scope."""
+        seen = [
+            seconds / self._assumed_s[scope]
+            for (scope, mode), found in self._cold.items()
+            for seconds in found
+            if mode == "default"
+        ]
+        return float(np.median(seen)) if seen else 1.0
 
     def is_warm(self, config: TrainingConfig) -> bool:
         """Whether a trial has compiled the same before."""

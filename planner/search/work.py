@@ -20,7 +20,7 @@ from autoplan.planner.search.selection import is_late
 from autoplan.planner.search.session import BudgetOver, Session, is_plain_run
 from autoplan.planner.search.setup import probe_more, trace_more
 from autoplan.planner.search.side_by_side import Begun, SideBySide
-from autoplan.planner.search.state import check_s, claim_size, leader_needs_s, near_configs, needs_s
+from autoplan.planner.search.state import check_s, claim_size, find_leader, leader_needs_s, near_configs, needs_s
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, takes_own_shapes
 from autoplan.planner.trials.runner import WORKLOAD, TrialLimits, load_compiler
 from autoplan.processes import TaskFailedError
@@ -164,7 +164,7 @@ def run_hand_setting(session: Session, work: Work) -> None:
 def look_limits(session: Session, config: TrainingConfig) -> TrialLimits:
     """When a look at a configuration that begins now is ended."""
     expected_s = session.model.cost_s(config)
-    leader = session.leader
+    leader = find_leader(session)
     after_s = max(needs_s(session, config), 0.0 if leader is None else leader_needs_s(session, leader))
     if expected_s + after_s > session.left_s:  # there is no room for the claim
         after_s = check_s(session, config)
@@ -246,7 +246,7 @@ def _config_of(work: Work) -> TrainingConfig:
 
 def run_pair(session: Session, work: Work) -> None:
     """The leader and a configuration that may be as fast, once each in fresh processes, in an order that is drawn."""
-    leader = session.leader
+    leader = find_leader(session)
     assert leader is not None, "a pair is one with the leader"
     other = next((runs for runs in session.contenders(leader) if runs.config == work.config), None)
     if other is None:
@@ -259,7 +259,7 @@ def run_pair(session: Session, work: Work) -> None:
 
 def run_claim_round(session: Session, work: Work) -> None:
     """One round of the plan's claim: the leader and the plain run. How many there are is fixed before the first."""
-    leader, plain = session.leader, session.baseline
+    leader, plain = find_leader(session), session.baseline
     assert leader is not None and plain is not None
     began = session.claim_rounds(leader.config)
     if began is None:

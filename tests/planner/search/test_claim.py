@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from autoplan.planner.records.trials import ClaimRounds, Interval, Outcome, Trial, Window
+from autoplan.planner.search import state
 from autoplan.planner.search.claim import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
@@ -33,7 +34,15 @@ from autoplan.planner.search.next_work import Option, Work, next_work
 from autoplan.planner.search.options import SearchObserver
 from autoplan.planner.search.selection import collect_runs, contenders, is_tie, measured_spread, rank
 from autoplan.planner.search.session import Session
-from autoplan.planner.search.state import SLOW_MOMENTS, believed_gain, claim_size, further_rounds, read_state
+from autoplan.planner.search.state import (
+    PROOF_WORTH,
+    SLOW_MOMENTS,
+    believed_gain,
+    claim_size,
+    find_leader,
+    further_rounds,
+    read_state,
+)
 from autoplan.planner.search.work import run_claim_round, run_pair
 from autoplan.planner.trials.measure import (
     ASSUMED,
@@ -141,11 +150,17 @@ class Simulated(Session):
 
     def found(self) -> Comparison:
         """The leader against the plain run."""
-        leader = self.leader
+        leader = find_leader(self)
         assert leader is not None
         found = self.comparison(leader)
         assert found is not None
         return found
+
+
+def leads(session: Session) -> TrainingConfig | None:
+    """Which configuration leads."""
+    leader = find_leader(session)
+    return None if leader is None else leader.config
 
 
 def scaled(step: Interval | None, factor: float) -> Interval:
@@ -366,7 +381,7 @@ def test_disturbed_rounds_are_made_again_and_at_most_twice():
     session.measure = disturbed  # type: ignore[method-assign]
     session.go_on()
     assert sum(trial.purpose == "claim" for trial in session.store.trials) == 2 * (1 + ROUNDS_AGAIN)
-    assert session.leader is not None and session.leader.config == OTHERS[0], "it leads as before"
+    assert leads(session) == OTHERS[0], "it leads as before"
     found = session.found()
     assert "disturbed: not a claim" in str(found.claim.why_not) and not is_no_gain(found)
     assert session.go_on() == [], "resumed: nothing is measured again"
@@ -388,9 +403,31 @@ def test_what_is_claimed_leads_from_its_first_round_on():
     session.measure("search", OTHERS[0])
     run_claim_round(session, Work(kind="claim", config=OTHERS[0]))
     session.keep(a_trial(9, "search", OTHERS[1], 0.1))
-    assert session.leader is not None and session.leader.config == OTHERS[0]
+    assert leads(session) == OTHERS[0]
     session.budget_s *= 2  # a search that goes on may choose anew
-    assert session.leader is not None and session.leader.config == OTHERS[1]
+    assert leads(session) == OTHERS[1]
+
+
+def test_of_two_that_are_about_as_fast_the_one_leads_that_can_still_be_proved(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    checked = [OTHERS[0], OTHERS[1]]
+    monkeypatch.setattr(state, "check_s", lambda session, config: 0.0 if config in checked else 60.0)
+    session = Simulated(5, 0.01)
+    session.keep(a_trial(0, "baseline", BASE, 1.5))
+    session.keep(a_trial(1, "search", OTHERS[0], 1.0, seconds_spent=400.0))  # it compiles for long, in each round anew
+    session.keep(a_trial(2, "search", OTHERS[1], 1.0 + PROOF_WORTH - 0.01, seconds_spent=10.0))
+    assert leads(session) == OTHERS[0], "there is time for the claim of either"
+    session.budget_s = 500.0
+    assert leads(session) == OTHERS[1]
+    session.budget_s = 5.0
+    assert leads(session) == OTHERS[0], "neither has a claim"
+    session.store.parity_of = lambda config: verdict(True) if config in checked else None
+    checked.remove(OTHERS[0])
+    assert leads(session) == OTHERS[1], "only it has passed its check"
+    session.budget_s = 500.0
+    session.keep(a_trial(3, "search", OTHERS[2], 0.9, seconds_spent=400.0))
+    assert leads(session) == OTHERS[2], "what is faster by more is not given up for a proof"
 
 
 def test_of_single_looks_the_one_that_all_trials_speak_for_leads():
@@ -582,10 +619,9 @@ def test_a_further_run_that_the_budget_ended_does_not_cost_its_configuration_the
 
     session.measure = measure  # type: ignore[method-assign]
     session.hard_deadline_s = lambda needs_s: 7.0 if of_budget else 700.0  # type: ignore[method-assign]
-    leader = session.leader
+    leader = find_leader(session)
     assert leader is not None
-    assert session.leader is not None
-    run_pair(session, Work(kind="pair", config=session.contenders(session.leader)[0].config))
+    run_pair(session, Work(kind="pair", config=session.contenders(leader)[0].config))
     assert asked[0] == ("finalist", 7.0 if of_budget else 15.0, of_budget)
     left = {one.config for one in collect_runs(session.store.trials)}
     assert (left == {BASE, OTHERS[0], OTHERS[1]}) is of_budget, "stuck is another thing than late"

@@ -128,7 +128,18 @@ def test_a_compilation_is_known_by_its_scope_and_its_mode():
     assert cost.compile_s(TUNED) == SLOW_MODE_FACTOR * 60.0, "assumed from the default mode that was seen"
     cost.observe(trial_of(TUNED, compile_s=150.0))
     assert (cost.compile_s(COMPILED), cost.compile_s(TUNED)) == (60.0, 150.0)
-    assert cost.compile_s(PLAIN.model_copy(update={"compile": "block"})) == block
+    slower = 60.0 / (block + 12 * more)
+    assert cost.compile_s(PLAIN.model_copy(update={"compile": "block"})) == pytest.approx(slower * block)
+
+
+def test_a_slow_compilation_of_blocks_says_that_the_whole_model_compiles_slowly_too():
+    block = COMPILED.model_copy(update={"compile": "block"})
+    cost = trial_cost()
+    before_s = cost.compile_s(COMPILED)
+    cost.observe(trial_of(block, compile_s=2 * COMPILE_S["cpu"][0]))
+    assert cost.compile_s(COMPILED) == pytest.approx(2 * before_s)
+    cost.observe(trial_of(COMPILED, number=1, compile_s=60.0))
+    assert cost.compile_s(COMPILED) == 60.0, "what was seen counts alone"
 
 
 def test_a_compilation_from_the_cache_says_nothing_about_one_without():
