@@ -252,10 +252,11 @@ def _ends_s(option: Option, state: State) -> float:
 
 
 def _holds_claim(state: State, left_s: float) -> bool:
-    """Whether the leader's proof fits without the reserve for slow moments: then it is made, and not given up."""
+    """Whether the leader's proof would be begun in the time that is left: then it is made, and not given up."""
     proof_s = state.leader_needs_s
     if state.claim is not None:
-        proof_s = min(proof_s, state.claim.cost_s + (0.0 if state.check is None else state.check.cost_s))
+        check_s = 0.0 if state.check is None else state.check.cost_s
+        proof_s = min(proof_s, check_s + TRIED_SHARE * state.claim.cost_s)
     return 0 < proof_s <= left_s
 
 

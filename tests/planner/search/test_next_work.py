@@ -96,7 +96,8 @@ def test_the_claim_is_not_given_up_for_looks_where_the_budget_holds_it():
     assert next_work(replace(state, claim=None, leader_needs_s=0.0), 20.5).kind == "look", "there is none to give up"
     slow = replace(state, leader_needs_s=23.0)  # with the reserve for slow moments
     assert next_work(slow, 20.5).kind == "claim", "a check that took longer than expected ate the reserve alone"
-    assert next_work(slow, 19.5).kind == "look"
+    assert next_work(slow, 20.0 * TRIED_SHARE).kind == "claim", "where its rounds would be begun, they are"
+    assert next_work(slow, 20.0 * TRIED_SHARE - 0.1).kind == "look"
     assert next_work(replace(slow, check=option("parity", 15.0)), 30.0).kind == "look", "with its check it does not fit"
 
 
