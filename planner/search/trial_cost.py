@@ -45,9 +45,10 @@ Array = NDArray[np.float64]
 FIXED_S = 1.0
 """Seconds to start, build and end a trial; assumed until a trial has finished."""
 
-COMPILE_S = {"cpu": (25.0, 1.6), "cuda": (12.0, 1.0)}
+COMPILE_S = {"cpu": (25.0, 3.5), "cuda": (10.0, 1.8)}
 """Seconds to compile one distinct block, and further seconds per block if the whole model is compiled; used until a
-compiled trial has finished. Measured on a 2-core CPU and, one block of a GPT-2, on an H100 with 16 cores (11 s)."""
+compiled trial has finished. Medians of small models and a GPT-2 on two CPU cores (18 to 38 s; 3.0 to 6.7 s for each of
+5 to 12 blocks; an encoder-decoder took three times as long), and of one on an H100 with 16 cores (7 to 11 s, 30 s)."""
 
 SLOW_MODE_FACTOR = 3.0
 """A compilation with max-autotune takes about so many times as long as one with the default mode: each matrix product
@@ -57,9 +58,9 @@ is compiled in a dozen or more Triton templates, and all of them are timed (torc
 SLOW_MODE_SHARE = 0.3
 """Of the budget, what one trial in such a mode may take; where it is expected to take more, it is not tried."""
 
-WARM_SHARE = 0.3
-"""Of a compilation, what is left with the kernels in the compile cache: tracing and loading. Assumed until seen (in a
-GPT-2 of two layers on a CPU: 3.6 s of 27)."""
+WARM_SHARE = 0.15
+"""Of a compilation, what is left with the kernels in the compile cache: tracing and loading. Assumed until seen: in the
+recorded tables it is 0.06 to 0.25, at the median 0.14 (benchmarks/results/search_tables)."""
 
 FIRST_STEP = 2
 """Micro-steps in the first short step of a compiled trial (step_timer.py): the one that compiles, and one after it."""
