@@ -145,7 +145,7 @@ class Store:
         self._clock_written = 0.0
         self._key: str | None = None  # of the piece of work that this planner has
         self.folder, self._lock = (folder, _take(folder, wait=wait)) if storage is None else _take_free(folder)
-        self._run_began = time.monotonic()
+        self._run_began: float | None = None
         self.renamed_to: Path | str | None = None
         head = {"kind": "study", "schema": RECORD_SCHEMA, "identity": identity, "summary": dict(summary)}
         head["created"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -198,8 +198,9 @@ class Store:
 
     @property
     def spent_s(self) -> float:
-        """Seconds spent on this study over all runs, this one included."""
-        return self._spent_before_s + time.monotonic() - self._run_began
+        """Seconds spent on this study over all runs, this one included from `start_clock` on."""
+        running_s = 0.0 if self._run_began is None else time.monotonic() - self._run_began
+        return self._spent_before_s + running_s
 
     @property
     def trials(self) -> tuple[Trial, ...]:

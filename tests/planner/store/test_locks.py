@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.errors import DeviceBusyError, StoreError
-from autoplan.planner.search.run import SearchOptions, run_search
+from autoplan.planner.search.run import SearchObserver, SearchOptions, run_search
 from autoplan.planner.store import locks
 from autoplan.planner.store.locks import DeviceLock, device_names, lock_folder
 from autoplan.probes.run import read_host_profile
@@ -173,3 +173,20 @@ def test_a_search_on_a_busy_device_ends_at_once_with_the_pid(tmp_path: Path, dry
             run_search(options)
         assert caught.value.exit_code == 4 and "wait" in str(caught.value.hint)
     assert not list(tmp_path.rglob("trials/0000"))
+
+
+def test_a_wait_for_the_device_that_is_interrupted_costs_no_budget(tmp_path: Path):
+    class Impatient(SearchObserver):
+        waited = False
+
+        def on_note(self, text: str) -> None:
+            self.waited = text.startswith("waiting: ")
+            time.sleep(0.2)
+            raise KeyboardInterrupt
+
+    spec = make_spec(model=f"{Path(__file__).parents[1] / 'data' / 'faulty.py'}:make_sound")
+    options, observer = SearchOptions(spec=spec, device="cpu", store=tmp_path, wait=True), Impatient()
+    with DeviceLock(device_names(read_host_profile(), "cpu", 1)):
+        result = run_search(options, observer=observer)
+    assert observer.waited and result.status == "interrupted" and result.spent_s == 0.0
+    assert '"spent_s": 0.0' in (tmp_path / result.study / "clock.json").read_text()

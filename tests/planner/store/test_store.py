@@ -164,6 +164,7 @@ def test_an_ended_budget_leaves_the_plan_that_was_found(tmp_path: Path):
 
 def test_time_spent_adds_up_over_runs(tmp_path: Path):
     with open_store(tmp_path / "s") as store:
+        store.start_clock()
         store.tick(force=True)
         first = store.spent_s
     clock = tmp_path / "s" / "clock.json"
