@@ -465,7 +465,8 @@ def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
 
     Raises:
         DeviceError: CUDA was asked for and there is none.
-        UsageError: the memory limit is a share, and the memory of the device is not known.
+        UsageError: there are fewer GPUs than ranks were asked for; or the memory limit is a share, and the memory of
+            the device is not known.
     """
     from autoplan.probes.run import pick_device
 
@@ -473,6 +474,11 @@ def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
     gpus = sum(found.type == "cuda" for found in hardware.devices) if device == "cuda" else 0
     nodes, ranks = options.layout
     here = max(1, gpus) if options.nodes is None else nodes * ranks
+    if device == "cuda" and options.nodes is None and options.nproc is not None and options.nproc > gpus:
+        raise UsageError(
+            f"--nproc is {options.nproc}, and {gpus} GPU(s) can be used",
+            hint="Each rank has a GPU of its own: give as many ranks as GPUs, or fewer.",
+        )
     nproc = here if options.nproc is None else options.nproc
     limit = options.memory_limit_bytes(_least(hardware, device, nproc, "memory_total_bytes"))
     return Target(device=device, nproc=nproc, given_limit_bytes=limit)

@@ -1,28 +1,47 @@
-"""Where a search runs: the limit of a trial on several GPUs, and mappings of CUDA's driver."""
+"""Where a search runs: how many ranks, the limit of a trial on several GPUs, and mappings of CUDA's driver."""
+
+from typing import Any
 
 import pytest
 
+from autoplan.errors import UsageError
 from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.setup import CUDA_MEMORY_SHARE, find_target, limits
 from autoplan.probes.gpu import read_gpus
+from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import read_host_profile
 from autoplan.processes import memory
 from tests.probes.fake_nvml import FakeGpu, FakeNvml
 from tests.recorded import make_plan
 
 
+def machine(*gpus: FakeGpu) -> HardwareProfile:
+    host = read_host_profile()
+    devices = read_gpus(FakeNvml(list(gpus)), environ={}).devices
+    return host.model_copy(update={"devices": (*devices, host.device("cpu"))})
+
+
 def test_the_gpu_with_the_least_memory_sets_the_limit():
     free = [80e9, 79e9, 40e9]
     gpus = [FakeGpu(uuid=f"GPU-{at}", free=int(left)) for at, left in enumerate(free)]
-    host = read_host_profile()
-    devices = read_gpus(FakeNvml(gpus), environ={}).devices
-    profile = host.model_copy(update={"devices": (*devices, host.device("cpu"))})
+    profile = machine(*gpus)
     per_rank = {ranks: limits(profile, "cuda", None, ranks=ranks)[0] for ranks in (1, 2, 3)}
     assert per_rank[1] - per_rank[2] == pytest.approx(CUDA_MEMORY_SHARE * 1e9, abs=2)
     assert per_rank[2] - per_rank[3] == pytest.approx(CUDA_MEMORY_SHARE * 39e9, abs=2)
     assert limits(profile, "cuda", 5 << 30, ranks=3)[0] == 5 << 30
     target = find_target(SearchOptions(spec=make_plan().workload, device="cuda", memory_limit="50%"), profile)
     assert target.nproc == 3 and target.given_limit_bytes == gpus[0].total // 2
+
+
+def test_each_rank_on_this_machine_has_a_gpu_of_its_own():
+    profile = machine(FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1"))
+    given: dict[str, Any] = {"spec": make_plan().workload, "nproc": 3}
+    with pytest.raises(UsageError, match=r"nproc is 3, and 2 GPU\(s\) can be used") as caught:
+        find_target(SearchOptions(**given), profile)
+    assert "give as many ranks as GPUs" in (caught.value.hint or "")
+    assert find_target(SearchOptions(**given | {"nproc": 2}), profile).nproc == 2
+    for elsewhere in ({"device": "cpu"}, {"launcher": "slurm", "nodes": "2x2"}):
+        assert find_target(SearchOptions(**given | elsewhere), profile).nproc == 3
 
 
 @pytest.mark.parametrize(("file", "limited"), [("/dev/nvidiactl", False), ("/dev/dxg", False), ("/dev/null", True)])
