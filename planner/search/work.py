@@ -99,7 +99,7 @@ def run_baseline(session: Session, work: Work) -> None:
             raise WorkloadError(
                 trial.reason or "the workload cannot be used", hint="Repair the workload, then search again."
             )
-        if trial.outcome not in (Outcome.OUT_OF_MEMORY, Outcome.TIMEOUT):
+        if trial.budget_ended or trial.outcome not in (Outcome.OUT_OF_MEMORY, Outcome.TIMEOUT):
             break
     last = next(trial for trial in reversed(session.store.trials) if trial.purpose == "baseline")
     if last.budget_ended:

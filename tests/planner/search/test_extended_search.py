@@ -242,3 +242,11 @@ def test_a_baseline_that_the_budget_ended_runs_again_with_a_larger_one(monkeypat
     longer: Any = WithBaseline(left_s=600.0, trials=short.store.trials)
     search_work.run_baseline(longer, piece)
     assert longer.store.trials[-1].outcome is Outcome.OK
+
+
+def test_no_other_baseline_is_run_after_one_that_the_budget_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(search_work, "plain_configs", lambda session: [SECOND, FIRST, BASE])
+    short: Any = WithBaseline(left_s=50.0)
+    with pytest.raises(BudgetOver, match="the baseline"):
+        search_work.run_baseline(short, Work(kind="baseline", config=SECOND))
+    assert [trial.config for trial in short.store.trials] == [SECOND]
