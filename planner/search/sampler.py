@@ -26,7 +26,8 @@ class MovingSampler:
     search at the point where it was made; what was drawn counts as failed there.
 
     Args:
-        model: Of the candidates; it has the trials of the search.
+        model: Of the candidates; it has the trials of the search. One of other candidates may take its place: the
+            values in the study stay those of the first, since Optuna forbids changed choices.
         inner: The sampler that draws.
         seed: Of the candidate that is drawn among several.
     """
@@ -39,8 +40,6 @@ class MovingSampler:
         self._told = 0
         choices = choices_of(model.candidates)
         self.spaces = {knob: optuna.distributions.CategoricalDistribution(values) for knob, values in choices.items()}
-        rows = [[getattr(one, knob) for knob in choices] for one in model.candidates]
-        self._knobs = np.array(rows, dtype=object)
 
     def draw(self, time_left_s: float) -> TrainingConfig:
         """The next candidate: an untried one, that fits in the time left where any does."""
@@ -54,7 +53,9 @@ class MovingSampler:
         with contextlib.suppress(RuntimeError):  # a grid's last point: "Study.stop" outside of a loop
             self.study.tell(asked, state=TrialState.FAIL)
         point = np.array([asked.params[knob] for knob in self.spaces], dtype=object)
-        away = (self._knobs[places] != point).sum(axis=1)
+        free = [self.model.candidates[place] for place in places]
+        knobs = np.array([[getattr(one, knob) for knob in self.spaces] for one in free], dtype=object)
+        away = (knobs != point).sum(axis=1)
         return self.model.candidates[int(self.rng.choice(places[away == away.min()]))]
 
 

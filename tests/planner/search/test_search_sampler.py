@@ -12,7 +12,7 @@ import pytest
 from autoplan.errors import StoreError
 from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.sampler import make_sampler
+from autoplan.planner.search.sampler import MovingSampler, make_sampler
 from autoplan.planner.search.selection import collect_runs, rank, speed_ratio
 from autoplan.planner.search.surrogate import Posterior, Prior, Surrogate, expected_improvement, similarity
 from autoplan.planner.search.trial_cost import TrialCost
@@ -159,6 +159,18 @@ def test_a_sampler_that_draws_one_point_for_ever_is_moved_to_its_nearest_neighbo
     drawn = TrainingConfig.model_validate({knob: values[0] for knob, values in VALUES.items()})
     away = [sum(getattr(one, knob) != getattr(drawn, knob) for knob in VALUES) for one in done]
     assert away == sorted(away) and away[-1] == 1
+
+
+def test_a_point_is_moved_to_the_candidates_of_the_present_model():
+    """A probe leaves out some of those that the sampler began with, and brings others in."""
+    configs = [TrainingConfig(micro_batch=size) for size in (1, 2, 4, 8)]
+    inner = optuna.samplers.GridSampler({"micro_batch": [4]}, seed=0)
+    sampler = MovingSampler(CandidateModel(configs[:3]), inner, seed=0)
+    sampler.model = CandidateModel(configs[1:])
+    assert sampler.draw(math.inf) == configs[2]
+    sampler.model.observe(make_trial(0, configs[2]))
+    sampler.model.observe(make_trial(1, configs[1]))
+    assert sampler.draw(math.inf) == configs[3], "the study has no such value"
 
 
 def test_every_trial_of_ours_is_legal_and_new_and_the_best_that_fits_comes_early():
