@@ -453,11 +453,13 @@ class Target:
         device: cuda or cpu.
         nproc: The largest number of ranks.
         given_limit_bytes: The memory limit that the options give; None: they give none.
+        ranks_per_node: Ranks on each of --nodes; None: all ranks run on this machine.
     """
 
     device: Literal["cuda", "cpu"]
     nproc: int
     given_limit_bytes: int | None
+    ranks_per_node: int | None = None
 
 
 def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
@@ -481,7 +483,8 @@ def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
         )
     nproc = here if options.nproc is None else options.nproc
     limit = options.memory_limit_bytes(_least(hardware, device, nproc, "memory_total_bytes"))
-    return Target(device=device, nproc=nproc, given_limit_bytes=limit)
+    ranks_per_node = None if options.nodes is None else ranks
+    return Target(device=device, nproc=nproc, given_limit_bytes=limit, ranks_per_node=ranks_per_node)
 
 
 def _least(hardware: HardwareProfile, device: str, ranks: int, name: str) -> float | None:
@@ -554,11 +557,13 @@ def degree_combinations(
     from autoplan.strategies.techniques.degrees import explain_degree, legal_degrees
 
     for knob, value in fix.items():
-        reason = explain_degree(facts, knob, value, target.nproc)
+        reason = explain_degree(facts, knob, value, target.nproc, ranks_per_node=target.ranks_per_node)
         if reason is not None:
             more = f"Add --nproc {value}, or leave" if knob in RANK_COUNTS and value > target.nproc else "Leave"
             raise ConfigError(reason, hint=f"{more} {knob} to the search, or fix it to a legal degree.")
     if target.nproc <= 1:
         return ({},), ()
-    combinations, dropped = legal_degrees(facts, target.nproc, device=target.device)
+    combinations, dropped = legal_degrees(
+        facts, target.nproc, device=target.device, ranks_per_node=target.ranks_per_node
+    )
     return [{}, *combinations], dropped

@@ -166,12 +166,15 @@ def pipeline_schedules(num_blocks: int, pp: int, num_microbatches: int, dp: int 
     return legal
 
 
-def explain_degree(facts: WorkloadFacts, knob: str, value: Any, nproc: int) -> str | None:
+def explain_degree(
+    facts: WorkloadFacts, knob: str, value: Any, nproc: int, *, ranks_per_node: int | None = None
+) -> str | None:
     """Why a fixed degree leaves nothing, in a sentence; None where it is legal for some number of ranks."""
     if not isinstance(value, int) or knob not in RANK_COUNTS:
         return None
     config = PLAIN.model_copy(update={knob: value})
-    found = reason_against(facts, pp=config.pp, tp=config.tp, dp=config.dp, ranks_per_node=max(nproc, value))
+    per_node = ranks_per_node or max(nproc, value)
+    found = reason_against(facts, pp=config.pp, tp=config.tp, dp=config.dp, ranks_per_node=per_node)
     if found is not None:
         return f"{knob}={value}: {found.reason} ({found.by})"
     if value > nproc:

@@ -1,16 +1,18 @@
 """Where a search runs: how many ranks, the limit of a trial on several GPUs, and mappings of CUDA's driver."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from autoplan.errors import UsageError
+from autoplan.errors import ConfigError, UsageError
 from autoplan.planner.search.options import SearchOptions
-from autoplan.planner.search.setup import CUDA_MEMORY_SHARE, find_target, limits
+from autoplan.planner.search.setup import CUDA_MEMORY_SHARE, Target, degree_combinations, find_target, limits
 from autoplan.probes.gpu import read_gpus
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import read_host_profile
 from autoplan.processes import memory
+from autoplan.strategies.analysis.facts import ParallelFacts
 from tests.probes.fake_nvml import FakeGpu, FakeNvml
 from tests.recorded import make_plan
 
@@ -42,6 +44,21 @@ def test_each_rank_on_this_machine_has_a_gpu_of_its_own():
     assert find_target(SearchOptions(**given | {"nproc": 2}), profile).nproc == 2
     for elsewhere in ({"device": "cpu"}, {"launcher": "slurm", "nodes": "2x2"}):
         assert find_target(SearchOptions(**given | elsewhere), profile).nproc == 3
+
+
+def test_tensor_parallelism_stays_within_a_node():
+    parallel = ParallelFacts(num_blocks=1, tp_unit=16)
+    facts: Any = SimpleNamespace(spec=SimpleNamespace(global_batch=16, sequence_length=None), parallel=parallel)
+
+    def target(nodes: str) -> Target:
+        given: dict[str, Any] = {"device": "cpu", "launcher": "slurm", "nodes": nodes}
+        return find_target(SearchOptions(spec=make_plan().workload, **given), read_host_profile())
+
+    for nodes, most in (("2x8", 8), ("1x16", 16)):
+        degrees, _ = degree_combinations({}, facts, target(nodes))
+        assert max(found.get("tp", 1) for found in degrees) == most
+    with pytest.raises(ConfigError, match=r"tp=16: tp stays within a node \(16 ranks, 8 per node\)"):
+        degree_combinations({"tp": 16}, facts, target("2x8"))
 
 
 @pytest.mark.parametrize(("file", "limited"), [("/dev/nvidiactl", False), ("/dev/dxg", False), ("/dev/null", True)])

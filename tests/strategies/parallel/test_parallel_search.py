@@ -13,7 +13,7 @@ import pytest
 from autoplan.errors import ConfigError
 from autoplan.planner.records.trials import Outcome
 from autoplan.planner.search.run import SearchOptions, SearchResult, run_search
-from autoplan.planner.search.setup import degree_combinations
+from autoplan.planner.search.setup import Target, degree_combinations
 from autoplan.strategies.workloads.sources import make_spec
 from tests.strategies.tiny import GPT2
 
@@ -90,7 +90,7 @@ def test_a_fixed_degree_that_is_not_legal_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="4 attention heads: tp can be 1, 2, 4"):
         search(tmp_path, fix={"tp": 3}, nproc=3)
     facts: Any = SimpleNamespace(spec=SimpleNamespace(global_batch=8), parallel=None)
-    target: Any = SimpleNamespace(nproc=2, device="cpu")
+    target = Target(device="cpu", nproc=2, given_limit_bytes=None)
     with pytest.raises(ConfigError, match="needs 4 ranks; nproc is 2") as caught:
         degree_combinations({"dp_replicate": 4}, facts, target)
     assert "Add nproc=4, or leave dp_replicate to the search" in str(caught.value.hint)
