@@ -57,8 +57,9 @@ def load_study(folder: str | Path, storage: str | optuna.storages.BaseStorage | 
             f"{path} is no record of a search that can be read: {error}",
             hint="Give the folder of one search: SearchResult.store, or DIR/IDENTITY below --store DIR.",
         ) from error
+    distributions = make_distributions(choices_of(trial.config for trial in trials)) if trials else {}
     study = optuna.create_study(storage=storage, study_name="autoplan", direction="minimize")
-    add_trials(study, trials, make_distributions(choices_of(trial.config for trial in trials)))
+    add_trials(study, trials, distributions)
     return study
 
 

@@ -281,6 +281,11 @@ def test_the_study_is_made_again_from_the_record(tmp_path: Path):
         load_study(tmp_path)
 
 
+def test_a_search_without_a_finished_trial_is_a_study_without_trials(tmp_path: Path):
+    with Store(tmp_path / "s", "0" * 16, summary={}) as store:
+        assert load_study(store.folder).trials == []
+
+
 # The selection.
 
 
