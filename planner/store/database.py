@@ -26,7 +26,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from autoplan.errors import AutoplanError, MissingExtraError, StoreBusyError, StoreError, UsageError
 from autoplan.files import source_version
-from autoplan.planner.store.journal import LeaseLostError
+from autoplan.planner.store.journal import LeaseLostError, read_end
 from autoplan.planner.store.studies import Study
 
 if TYPE_CHECKING:
@@ -489,7 +489,8 @@ SELECT name, extract(epoch FROM clock_timestamp() - written)::float,
     (SELECT coalesce(sum(octet_length(document)), 0) FROM autoplan.line WHERE study = id)::bigint,
     (SELECT count(*) FROM autoplan.line WHERE study = id AND document LIKE '{"kind":"trial"%%'),
     (SELECT document FROM autoplan.line WHERE study = id AND number = 1),
-    (SELECT document FROM autoplan.line WHERE study = id AND number = lines),
+    ARRAY(SELECT document FROM autoplan.line WHERE study = id
+        AND (document LIKE '{"kind":"budget"%%' OR document LIKE '{"kind":"finished"%%') ORDER BY number),
     (SELECT document FROM autoplan.line WHERE study = id AND document LIKE '{"kind":"plan"%%'
         ORDER BY number DESC LIMIT 1),
     (SELECT count(*) FROM autoplan.planner AS one
@@ -498,9 +499,8 @@ FROM autoplan.study WHERE lines > 0 ORDER BY written DESC"""
     with contextlib.closing(Database(check_storage(url))) as database:
         rows = database.fetch(query, [LEASE_S])
     studies = []
-    for name, age_s, size_bytes, trials, head, last, plan, living in rows:
-        end = json.loads(last)
-        status = "running" if living else end["status"] if end["kind"] == "finished" else "stopped"
+    for name, age_s, size_bytes, trials, head, ends, plan, living in rows:
+        status = "running" if living else read_end(map(json.loads, ends)).status
         speedup = json.loads(json.loads(plan)["text"])["speedup"] if plan and status == "plan_found" else None
         studies.append(
             Study(

@@ -9,13 +9,17 @@ before it are untouched.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
 
 from autoplan.errors import StoreError, UsageError
 from autoplan.files import PRIVATE_FILE, read_regular, refuse_special, replace_file
@@ -23,6 +27,11 @@ from autoplan.files import PRIVATE_FILE, read_regular, refuse_special, replace_f
 RECORD, CLOCK = "record.jsonl", "clock.json"
 LONGEST_CLOCK_BYTES = 4096
 ROOM_HINT = "Free some space there, or give another place with --store DIR. What finished so far is kept."
+
+# What a line may say, which anybody could have edited: a time of a search (ten years are none), its end.
+SECONDS = TypeAdapter(Annotated[float, Field(ge=0.0, le=10 * 365 * 86_400, allow_inf_nan=False)])
+END: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, str | None])
+STATUS = TypeAdapter(Literal["plan_found", "no_feasible_plan", "did_not_run", "budget_ended", "interrupted"])
 
 
 class LeaseLostError(StoreError):
@@ -137,6 +146,65 @@ class RecordFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+@dataclass(kw_only=True, slots=True)
+class SearchEnd:
+    """How a search ended, by those lines of its record that say so, taken in one after another.
+
+    Attributes:
+        budget_s: The budget that it was given last; None: it was given none.
+        finished: How it finished; None: it did not, or a larger budget was added since.
+        finished_budget_s: What it last finished with: only more opens it again.
+        plan_found: The last end with a plan, also where the search goes on.
+    """
+
+    budget_s: float | None = None
+    finished: dict[str, Any] | None = None
+    finished_budget_s: float = 0.0
+    plan_found: dict[str, Any] | None = None
+
+    @property
+    def status(self) -> str:
+        """How it ended, in a word; `stopped`: it can go on."""
+        return "stopped" if self.finished is None else str(self.finished["status"])
+
+    def take(self, document: Mapping[str, Any]) -> None:
+        """Takes in a line; one of another kind changes nothing.
+
+        Raises:
+            KeyError, TypeError, ValueError: it says no budget, or no end, of a search.
+        """
+        match document.get("kind"):
+            case "budget":
+                self.take_budget(SECONDS.validate_python(document["budget_s"]))
+            case "finished":
+                end = {key: value for key, value in document.items() if key not in ("kind", "spent_s", "budget_s")}
+                STATUS.validate_python(end["status"])
+                self.take_end(END.validate_python(end), SECONDS.validate_python(document["budget_s"]))
+
+    def take_budget(self, budget_s: float) -> None:
+        """Takes in a budget; more than it finished with opens the search again."""
+        self.budget_s = budget_s
+        if budget_s > self.finished_budget_s:
+            self.finished = None
+
+    def take_end(self, end: dict[str, Any], budget_s: float) -> None:
+        """Takes in an end. After a plan was found, `budget_ended` leaves that end: the plan stays."""
+        if end["status"] != "budget_ended":
+            self.plan_found = end if end["status"] == "plan_found" else None
+        elif self.plan_found is not None:
+            end = self.plan_found | {"ended_by": end.get("ended_by", "time")}
+        self.finished, self.finished_budget_s = end, budget_s
+
+
+def read_end(documents: Iterable[Mapping[str, Any]]) -> SearchEnd:
+    """The end that a record says; what is no line of a search in it is passed over."""
+    end = SearchEnd()
+    for document in documents:
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            end.take(document)
+    return end
 
 
 def read_documents(path: Path) -> list[dict[str, Any]]:

@@ -27,15 +27,15 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from autoplan.errors import StoreBusyError, StoreError
 from autoplan.files import is_special, make_private_folder, refuse_foreign
 from autoplan.planner.records.trials import Attempt, ClaimRounds, Parity, Trial, WorkLine
 from autoplan.planner.space.bounds import Bound
-from autoplan.planner.store.journal import RECORD, RecordFile, store_error, write_atomically
+from autoplan.planner.store.journal import RECORD, SECONDS, RecordFile, SearchEnd, store_error, write_atomically
 from autoplan.planner.store.locks import OwnedLock
 from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
@@ -55,11 +55,6 @@ KINDS: Mapping[str, type[Record]] = {
     "claim": ClaimRounds,
 }
 """The types that lines of the record hold, one each; a parity check is not here: its line has its configuration too."""
-
-# What a file of the store may say, which anybody could have edited: a time of a search (ten years are none), its end.
-SECONDS = TypeAdapter(Annotated[float, Field(ge=0.0, le=10 * 365 * 86_400, allow_inf_nan=False)])
-END: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, str | None])
-STATUS = TypeAdapter(Literal["plan_found", "no_feasible_plan", "did_not_run", "budget_ended", "interrupted"])
 
 
 def study_identity(
@@ -137,10 +132,7 @@ class Store:
         self.identity = identity
         self._found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
         self._parities: dict[TrainingConfig, Parity] = {}
-        self._budget_s: float | None = None
-        self._finished: dict[str, Any] | None = None
-        self._finished_budget_s = 0.0  # what it finished with: only more opens it again
-        self._plan_found: dict[str, Any] | None = None  # the last end with a plan, also where the search goes on
+        self._end = SearchEnd()
         self._spent_before_s = 0.0
         self._clock_written = 0.0
         self._key: str | None = None  # of the piece of work that this planner has
@@ -235,22 +227,22 @@ class Store:
     @property
     def budget_s(self) -> float | None:
         """The budget an earlier run was given; None: none was."""
-        return self._budget_s
+        return self._end.budget_s
 
     @property
     def finished(self) -> dict[str, Any] | None:
         """How the search finished, if it did and no budget was added since."""
-        return self._finished
+        return self._end.finished
 
     @property
     def finished_budget_s(self) -> float:
         """The budget that the search last finished with, in seconds; 0: it never did."""
-        return self._finished_budget_s
+        return self._end.finished_budget_s
 
     @property
     def plan_was_found(self) -> bool:
         """Whether the search came to a plan before, also where it goes on now."""
-        return self._plan_found is not None
+        return self._end.plan_found is not None
 
     # What is shared with other planners.
 
@@ -314,19 +306,20 @@ class Store:
 
     def set_budget(self, budget_s: float) -> None:
         """Notes the budget of the whole search; more than it finished with opens a finished search again."""
-        if budget_s != self._budget_s:
+        if budget_s != self._end.budget_s:
             self._append({"kind": "budget", "budget_s": budget_s})
-            self._take_budget(budget_s)
+            self._end.take_budget(budget_s)
 
     def open_again(self) -> None:
         """A finished search goes on within the budget that it has now."""
-        self._finished = None
+        self._end.finished = None
 
     def finish(self, status: str, **facts: Any) -> None:
         """Notes how the search ended. After a plan was found, `budget_ended` leaves that end: the plan stays."""
-        budget_s = self._finished_budget_s if self._finished is not None else self._budget_s or 0.0
+        end = self._end
+        budget_s = end.finished_budget_s if end.finished is not None else end.budget_s or 0.0
         self._append({"kind": "finished", "budget_s": budget_s, "status": status, **facts})
-        self._take_end({"status": status, **facts}, budget_s)
+        end.take_end({"status": status, **facts}, budget_s)
 
     def start_clock(self) -> None:
         """Begins the time of this run: what it waited for before does not count."""
@@ -338,18 +331,6 @@ class Store:
         if force or now - self._clock_written >= CLOCK_PERIOD_S:
             self._clock_written = now
             self._record.keep_clock(self.spent_s)
-
-    def _take_budget(self, budget_s: float) -> None:
-        self._budget_s = budget_s
-        if budget_s > self._finished_budget_s:
-            self._finished = None
-
-    def _take_end(self, end: dict[str, Any], budget_s: float) -> None:
-        if end["status"] != "budget_ended":
-            self._plan_found = end if end["status"] == "plan_found" else None
-        elif self._plan_found is not None:
-            end = self._plan_found | {"ended_by": end.get("ended_by", "time")}
-        self._finished, self._finished_budget_s = end, budget_s
 
     def _append(self, document: dict[str, Any]) -> None:
         self._record.append(document | {"spent_s": round(self.spent_s, 3)}, key=self._key)
@@ -400,12 +381,8 @@ class Store:
                 self._found[kind].append(KINDS[kind].model_validate(document[kind]))
             case "plan":
                 write_atomically(self.folder / PLAN_FILE, TypeAdapter(str).validate_python(document["text"]))
-            case "budget":
-                self._take_budget(SECONDS.validate_python(document["budget_s"]))
-            case "finished":
-                end = {key: value for key, value in document.items() if key not in ("kind", "spent_s", "budget_s")}
-                STATUS.validate_python(end["status"])
-                self._take_end(END.validate_python(end), SECONDS.validate_python(document["budget_s"]))
+            case "budget" | "finished":
+                self._end.take(document)
 
 
 def _reason(error: Exception) -> str:
@@ -463,6 +440,7 @@ def _move_aside(folder: Path) -> Path:
         aside = folder.with_name(f"{stamp}-{number}")
     try:
         os.rename(folder, aside)
+        (aside / "lock.owner").unlink(missing_ok=True)  # the process that it names has the new folder
     except OSError as error:
         raise store_error(folder, error) from error
     return aside

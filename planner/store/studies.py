@@ -12,7 +12,7 @@ from typing import Any
 
 from autoplan.errors import StoreBusyError, StoreError
 from autoplan.files import folder_bytes, read_regular
-from autoplan.planner.store.journal import RECORD
+from autoplan.planner.store.journal import RECORD, read_end
 from autoplan.planner.store.locks import OwnedLock
 
 LONGEST_BYTES = 1 << 30
@@ -79,10 +79,7 @@ def _read(folder: Path) -> Study | None:
     if not lines or lines[0].get("kind") != "study":
         return None
     kinds = [line.get("kind") for line in lines]
-    end = lines[-1] if kinds[-1] == "finished" else {}
-    status = str(end.get("status", "stopped"))
-    if _runs(folder):
-        status = "running"
+    status = "running" if _runs(folder) else read_end(lines).status
     try:
         speedup = json.loads(read_regular(folder / "plan.json"))["speedup"] if status == "plan_found" else None
     except (OSError, ValueError, KeyError, TypeError):

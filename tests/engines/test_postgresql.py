@@ -219,6 +219,11 @@ def test_searches_are_listed_and_removed(database: str):
         remove_shared(database, "one")
     one.close()
     assert list_shared(database)[0].status == "stopped"
+    two = join(database)
+    two.append({"kind": "finished", "budget_s": 60.0, "status": "no_feasible_plan"})
+    two.append({"kind": "work"})
+    two.close()
+    assert list_shared(database)[0].status == "no_feasible_plan", "also where another planner's line follows"
     command = [sys.executable, "-m", "autoplan", "clean", "--storage", database, "--yes", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["removed"] == ["one"] and list_shared(database) == []

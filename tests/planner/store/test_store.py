@@ -15,6 +15,7 @@ from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store import journal as journal_module
 from autoplan.planner.store.journal import RecordFile
 from autoplan.planner.store.store import Store, study_folder, study_identity
+from autoplan.planner.store.studies import list_studies
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from tests import recorded
@@ -313,6 +314,37 @@ def test_fresh_moves_a_studys_folder_and_no_other_and_deletes_nothing(tmp_path: 
     assert len(kept) == 3 and all(path.parent == tmp_path for path in kept)
     (first,) = (path for path in kept if (path / "mine.txt").exists())
     assert '"kind":"trial"' in (first / "record.jsonl").read_text()
+
+
+def test_a_search_is_listed_with_the_end_that_it_is_answered_with(tmp_path: Path):
+    def listed() -> str:
+        (study,) = list_studies(tmp_path)
+        return study.status
+
+    with open_store(tmp_path / "abc") as store:
+        store.set_budget(60.0)
+        store.finish("plan_found", ended_by="time")
+    with open_store(tmp_path / "abc") as store:
+        store.set_budget(30.0)
+    assert listed() == "plan_found", "less budget is answered from the record"
+    with open_store(tmp_path / "abc") as store:
+        store.set_budget(90.0)
+    assert listed() == "stopped"
+    with open_store(tmp_path / "abc") as store:
+        store.finish("budget_ended", reason="slow", ended_by="time")
+    assert listed() == "plan_found", "the earlier plan stays"
+    with open_store(tmp_path / "abc") as store:
+        store.add(make_trial(0))
+    assert listed() == "plan_found", "what another planner still had to write"
+
+
+def test_a_search_that_was_moved_aside_does_not_run(tmp_path: Path):
+    open_store(tmp_path / "abc").close()
+    with open_store(tmp_path / "abc", fresh=True) as store:
+        assert {study.folder: study.status for study in list_studies(tmp_path)} == {
+            store.folder: "running",
+            store.renamed_to: "stopped",
+        }
 
 
 OWNER = """
