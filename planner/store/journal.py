@@ -87,24 +87,30 @@ class RecordFile:
     def append(self, document: dict[str, Any], *, key: str | None = None) -> None:
         """Adds a line and waits until it is on disk. With a key: only if this planner still has that piece of work.
 
+        An interrupt (Ctrl-C) leaves the whole line or nothing of it.
+
         Raises:
             LeaseLostError: another planner has it now.
             StoreError: it could not be written; the file is then as it was before.
         """
-        line = json.dumps(document, separators=(",", ":")).encode() + b"\n"
+        line, before = json.dumps(document, separators=(",", ":")).encode() + b"\n", self._end
         try:
-            os.lseek(self._fd, self._end, os.SEEK_SET)
+            os.lseek(self._fd, before, os.SEEK_SET)
             written = 0
             while written < len(line):
                 written += os.write(self._fd, line[written:])
+            self._end = before + len(line)
             os.fsync(self._fd)
-        except OSError as error:
+        except BaseException as error:
+            if isinstance(error, OSError):
+                self._end = before
             try:
                 os.ftruncate(self._fd, self._end)
             except OSError:
                 pass  # the next open drops the torn line
-            raise store_error(self.path, error) from error
-        self._end += len(line)
+            if isinstance(error, OSError):
+                raise store_error(self.path, error) from error
+            raise
         self.documents.append(document)
 
     def news(self) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,28 @@ def test_a_full_disk_is_a_clear_error_and_leaves_what_was_there(tmp_path: Path, 
     record.append({"number": 2})
     record.close()
     assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [0, 2]
+
+
+@pytest.mark.parametrize("during", ["write", "fsync"])
+def test_a_line_that_is_interrupted_is_there_as_a_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
+):
+    path = tmp_path / "record.jsonl"
+    record = RecordFile(path)
+    record.append({"number": 0})
+    do = getattr(os, during)
+
+    def interrupted(*given: Any) -> None:
+        do(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(journal_module.os, during, interrupted)
+        record.append({"number": 1, "text": "longer than the next one"})
+    record.append({"number": 2})
+    record.close()
+    numbers = [json.loads(line)["number"] for line in path.read_text().splitlines()]
+    assert numbers == ([0, 1, 2] if during == "fsync" else [0, 2])
 
 
 def test_a_really_full_disk(tmp_path: Path):
