@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,39 +92,58 @@ def _run(options: SearchOptions, observer: SearchObserver, engine: Engine | None
     parts = split(options.side_by_side, profile, target.device, target.nproc)
     with on_part(parts):
         profile = read_host_profile() if parts else profile  # of a part, where it is a part of a CPU
-        return _search_on(
-            options, observer, _Machine(profile=profile, target=target, devices=devices, parts=parts), engine
-        )
+        return _search_on(options, observer, engine, profile=profile, target=target, devices=devices, parts=parts)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Machine:
-    """Where a search runs.
+def _search_on(
+    options: SearchOptions,
+    observer: SearchObserver,
+    engine: Engine | None,
+    *,
+    profile: HardwareProfile,
+    target: Target,
+    devices: Sequence[str],
+    parts: Sequence[Part],
+) -> SearchResult:
+    """The search in its store, with its devices locked.
 
-    Attributes:
+    Args:
+        options, observer, engine: As given to the search.
         profile: What is read of the machine; of a CPU in parts, what is read from one of them.
         target: The device, and what a trial may take there.
         devices: The names of what is locked; empty: the search runs elsewhere, now on these nodes and now on others.
         parts: Where looks run at once; empty: one runs after the other.
     """
-
-    profile: HardwareProfile
-    target: Target
-    devices: tuple[str, ...]
-    parts: tuple[Part, ...]
-
-
-def _search_on(
-    options: SearchOptions, observer: SearchObserver, machine: _Machine, engine: Engine | None
-) -> SearchResult:
-    """The search in its store, with its devices locked."""
-    profile, target, devices = machine.profile, machine.target, machine.devices
     if options.dry_run:
         with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
             return _dry_run(options, observer, make_launcher(options, profile, engine, observer.on_note))
+    with _open_store(options, profile, target, devices) as store:
+        if store.renamed_to is not None:
+            observer.on_note(f"the earlier search was kept as {store.renamed_to}")
+        held = devices_held(options, target.device, target.nproc)
+        budget_s = budget_of(options, store.budget_s, held)
+        store.set_budget(budget_s)
+        remember_code(options.spec, store.identity)
+        run = SearchRun(options=options, observer=observer, store=store, budget_s=budget_s, devices=held)
+        before = answer.finished_before(run)
+        if before is not None:
+            return before
+        run.finished_before = store.finished
+        try:
+            with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
+                store.start_clock()
+                observer.on_budget(run.budget())
+                launcher = make_launcher(options, profile, engine, observer.on_note)
+                return _to_its_end(run, lambda: _search(run, launcher, parts))
+        except KeyboardInterrupt:
+            return answer.interrupted(run)  # while it waited
+
+
+def _open_store(options: SearchOptions, profile: HardwareProfile, target: Target, devices: Sequence[str]) -> Store:
+    """The store of the study that the options and the machine name."""
     identity = study_identity(
         options.spec,
-        profile.fingerprint if machine.devices and options.storage is None else profile.kind,
+        profile.fingerprint if devices and options.storage is None else profile.kind,
         device=target.device,
         fix=options.fix,
         bound=options.bound,
@@ -136,36 +154,14 @@ def _search_on(
         numerics=options.numerics,
         side_by_side=options.parts,
     )
-    folder = study_folder(None if options.store is None else Path(options.store), identity)
-    summary = _summary(options, target, profile.fingerprint)
-    with Store(
-        folder, identity, summary=summary, fresh=options.fresh, wait=options.wait, storage=options.storage
-    ) as store:
-        if store.renamed_to is not None:
-            observer.on_note(f"the earlier search was kept as {store.renamed_to}")
-        held = devices_held(options, target.device, target.nproc)
-        budget_s = budget_of(options, store.budget_s, held)
-        store.set_budget(budget_s)
-        remember_code(options.spec, identity)
-        run = SearchRun(
-            options=options,
-            observer=observer,
-            store=store,
-            budget_s=budget_s,
-            devices=held,
-        )
-        before = answer.finished_before(run)
-        if before is not None:
-            return before
-        run.finished_before = store.finished
-        try:
-            with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
-                store.start_clock()
-                observer.on_budget(run.budget())
-                launcher = make_launcher(options, profile, engine, observer.on_note)
-                return _to_its_end(run, lambda: _search(run, launcher, machine.parts))
-        except KeyboardInterrupt:
-            return answer.interrupted(run)  # while it waited
+    return Store(
+        study_folder(None if options.store is None else Path(options.store), identity),
+        identity,
+        summary=_summary(options, target, profile.fingerprint),
+        fresh=options.fresh,
+        wait=options.wait,
+        storage=options.storage,
+    )
 
 
 def _identity_of(objective: Objective) -> dict[str, Any] | None:
