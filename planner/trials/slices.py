@@ -107,6 +107,11 @@ class Slices:
         """How often this process was stopped."""
         return int(self._shared.get(_PAUSES, self._number))
 
+    @property
+    def counts(self) -> bool:
+        """Whether it has said that it is warm."""
+        return self._counts
+
     def ready(self) -> None:
         """Says that all is built, and waits until this process may warm up: the others then wait.
 
@@ -236,7 +241,8 @@ class _Alternation:
 
     def _go_on(self, number: int) -> None:
         paused_s = self._shared.get(_PAUSED_S, number) + time.perf_counter() - self._stopped_at_s[number]
-        self._shared.set(_PAUSES, number, self._shared.get(_PAUSES, number) + 1)
+        if self._at(number) < DONE:  # else it only waits
+            self._shared.set(_PAUSES, number, self._shared.get(_PAUSES, number) + 1)
         self._shared.set(_PAUSED_S, number, paused_s)
         self._signal(number, signal.SIGCONT)
 

@@ -172,6 +172,8 @@ class StepTimer:
             micro_steps, shorten_if_expensive=True, fewest=fewest, first_batch=same, after_each=after_first
         )
         first = step["all"]
+        if len(first) == 1 and not compiles:  # after_each is not called after the last; a compilation tells nothing
+            after_first(first)
         if self._is_known_by(step):
             self.parts = {"micro_step": first[1:], "optimizer_step": step["optimizer_step"]}
             self._stretches.add(self.parts)
@@ -287,7 +289,7 @@ class StepTimer:
             BehindError: it is behind the leader.
             NonfiniteError: loss scaling does not come to rest.
         """
-        if not self._lasts_s:  # no sample counts yet
+        if not self._lasts_s or (self.slices is not None and not self.slices.counts):  # no sample counts yet
             while self._elapsed() < WARM_UP_S:
                 self._timed_short_step(0)
             self._begin_measuring()

@@ -112,3 +112,16 @@ def make_slow() -> Workload:
         return sound.loss(model, batch)
 
     return dataclasses.replace(sound, build_model=build_model, loss=loss)
+
+
+def make_expensive() -> Workload:
+    """One layer without faults, whose micro-steps take so long that parts are timed (request.EXPENSIVE_S)."""
+    linear = make_linear()
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> LossSum:
+        began = time.thread_time()
+        while time.thread_time() - began < 0.55:
+            pass
+        return linear.loss(model, batch)
+
+    return dataclasses.replace(linear, loss=loss)

@@ -96,8 +96,8 @@ def test_runs_with_a_fixed_number_of_steps_end_together_by_their_weights(zygote:
 
 def order(number: int, micro_batch: int, **facts: Any) -> TrialOrder:
     config = TrainingConfig(micro_batch=micro_batch)
-    given: dict[str, Any] = {"purpose": "claim", "prediction": None, "deadline_s": 60.0, "round": 0} | facts
-    return TrialOrder(number=number, config=config, method="whole_steps", **given)
+    given: dict[str, Any] = {"purpose": "claim", "prediction": None, "deadline_s": 60.0, "round": 0}
+    return TrialOrder(number=number, config=config, **(given | {"method": "whole_steps"} | facts))
 
 
 def test_a_round_measures_both_over_the_same_time(zygote: Zygote, tmp_path: Path):
@@ -110,6 +110,30 @@ def test_a_round_measures_both_over_the_same_time(zygote: Zygote, tmp_path: Path
         assert trial.phase_seconds["measure"] > trial.step_time_s.median  # type: ignore[union-attr]
     assert one.step_time_s.median < other.step_time_s.median  # type: ignore[union-attr]
     assert one.seconds_spent == other.seconds_spent == pytest.approx(made.report.seconds / 2, rel=0.2)
+
+
+def test_steps_of_one_expensive_micro_step_are_measured_in_slices(zygote: Zygote, tmp_path: Path):
+    runner = make_runner(zygote, tmp_path, gib=3, function="make_expensive")
+    made = runner.run_round([order(number, 384, method="parts", remeasure=0.0) for number in range(2)])
+    assert len(made.trials) == 2 and all(trial.outcome is Outcome.OK for trial in made.trials)
+    assert all(trial.pauses >= 3 for trial in made.trials)
+
+
+def only_wait(context: Any, file: str) -> None:
+    """Two processes that measure nothing, and the one that has them alternate."""
+    if context.rank == 2:
+        alternate(Path(file), (1.0, 1.0))
+        return
+    mine = Slices(Path(file), context.rank)
+    mine.ready()
+    mine.end()
+
+
+def test_what_stops_while_it_waits_for_the_others_has_not_run_in_slices(zygote: Zygote, tmp_path: Path):
+    file = str(tmp_path / "slices")
+    task = Task(target=only_wait, args=(file,), ranks=3, independent=True, total_deadline_s=60.0)
+    zygote.run(task).check()
+    assert [Slices(Path(file), number).pauses for number in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize(("micro_batch", "place"), [(12, 0), (192, 1)], ids=["first-raises", "second-killed"])

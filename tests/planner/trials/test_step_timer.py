@@ -17,6 +17,7 @@ from autoplan.planner.trials.load import LoadMonitor
 from autoplan.planner.trials.measure import ToBeat, step_terms, sum_interval
 from autoplan.planner.trials.ranks import RankSync
 from autoplan.planner.trials.request import PART_MICRO_STEPS, TrialRequest
+from autoplan.planner.trials.slices import _MAY, COUNT, Slices
 from autoplan.planner.trials.step_timer import BehindError, StepTimer
 from autoplan.planner.trials.worker import _warnings
 from autoplan.probes.nvml import open_nvml
@@ -198,6 +199,22 @@ def test_the_compilation_is_no_part_of_what_a_further_run_counts(expensive: Call
     assert timer.measure_parts().samples == 1 and counts == [2, 0]
     assert "compiled" not in str(timer.disturbed)
     assert timer.batches.items_per_step(timer.ranks) > 0
+
+
+def test_steps_that_become_expensive_are_measured_in_slices_too(
+    expensive: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """The first micro-step was cheap, so that the short steps did not wait for the other runs of the round."""
+    expensive(0.2, 10.0)
+    monkeypatch.setattr(step_timer, "SLICED_S", 0.1)
+    timer = make_timer("make_linear", 384)
+    slow_where(timer, lambda number: number > 1, 0.25)
+    timer.slices = mine = Slices(tmp_path / "slices", 0, 1)
+    mine._shared.set(_MAY, 0, COUNT)  # nobody else is there to wait for
+    timer.short_steps()
+    assert timer.choose_method() == "parts" and not mine.counts
+    timer.measure_parts()
+    assert mine.counts
 
 
 @pytest.mark.timing
