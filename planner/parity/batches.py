@@ -19,6 +19,7 @@ from autoplan.strategies.analysis.additivity import SHORT_LENGTH, shorten
 from autoplan.strategies.analysis.structure import disable_dropout
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.batch import Batch, batch_size
+from autoplan.strategies.workloads.carried import buffers_kept
 from autoplan.strategies.workloads.samples import SAMPLES, SampleBatch
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, Workload
 
@@ -160,15 +161,13 @@ def can_mask_labels(workload: Workload, model: nn.Module, device: torch.device, 
     if size > 2:
         batch = shorten(workload.make_batch(size, 0), SHORT_LENGTH)
         masked = mask_labels(batch, size)
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    try:
-        model.to("cpu")
-        with torch.no_grad():
-            counts = [float(workload.loss(model, given).count) for given in (batch, masked)]
-    except Exception:  # labels of another meaning, or a model that runs on its device alone
-        return False
-    finally:
-        model.to(device)
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    with buffers_kept(model):
+        try:
+            model.to("cpu")
+            with torch.no_grad():
+                counts = [float(workload.loss(model, given).count) for given in (batch, masked)]
+        except Exception:  # labels of another meaning, or a model that runs on its device alone
+            return False
+        finally:
+            model.to(device)
     return counts[1] < counts[0]

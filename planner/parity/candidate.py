@@ -51,7 +51,7 @@ from autoplan.strategies.techniques.mesh import data_position, local_tensor, ran
 from autoplan.strategies.techniques.parameters import rounded_parameters
 from autoplan.strategies.techniques.rounded_steps import held_by
 from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, repeat_samples, slice_batch
-from autoplan.strategies.workloads.carried import buffers_kept, keep_buffers
+from autoplan.strategies.workloads.carried import buffers_kept, is_expanded, keep_buffers
 from autoplan.strategies.workloads.randomness import seed_generators
 from autoplan.strategies.workloads.workload import Workload
 
@@ -496,7 +496,8 @@ class _WatchedRun:
             # the parameters are zeroed, and states on the host lie in buffers that the run uses again
             state[part] = {name: _cloned(value) for name, value in state[part].items()}
         saved = [value for value in run.model.state_dict().values() if isinstance(value, torch.Tensor)]
-        kept = [(tensor, tensor.detach().clone()) for tensor in map(local_tensor, saved)]
+        written = [tensor for tensor in map(local_tensor, saved) if not is_expanded(tensor)]  # of others a load fails
+        kept = [(tensor, tensor.detach().clone()) for tensor in written]
         buffers = {local_tensor(buffer).data_ptr() for buffer in run.model.buffers()}
         for tensor, _ in kept:
             tensor.zero_()

@@ -50,7 +50,7 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 MEASUREMENTS = "measurements.json"
 LIMITS = "What no check of a few steps can see is listed in docs/parity.md"
 
-FORMAT = 6
+FORMAT = 7
 """Of the kept reference. One of an earlier format is made anew."""
 
 REFERENCE_SHARE = 0.5

@@ -105,7 +105,7 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, state
         *([_optimizer(plain, ours, tolerance)] if is_replayed(ours) or steps >= plain.trained else []),
         *_rounding(ours, states),
         *([largest("products in fp8", PRODUCTS, ours.products)] if ours.products else []),
-        largest("frozen parameters", 0.0, _frozen(plain, ours)),
+        *_frozen(plain, ours, tolerance, changes=steps >= plain.trained),
     ]
     buffers = buffers_to_compare(plain, ours)
     if buffers and steps >= plain.trained:
@@ -329,12 +329,18 @@ def _rounding(ours: ParityMeasurement, states: str) -> list[ParityCheck]:
     return checks
 
 
-def _frozen(plain: ParityMeasurement, ours: ParityMeasurement) -> dict[str, float]:
-    return {
-        name: finite(ours.changes[name])
-        for name, change in plain.changes.items()
-        if change == 0.0 and name not in plain.parameters and name in ours.changes
-    }
+def _frozen(
+    plain: ParityMeasurement, ours: ParityMeasurement, tolerance: Tolerance, *, changes: bool
+) -> list[ParityCheck]:
+    """No change at all; with `changes`, those of parameters that the plain forward moves (a teacher)."""
+    frozen = {name: change for name, change in plain.changes.items() if name not in plain.parameters}
+    still = {name: finite(ours.changes.get(name, 0.0)) for name, change in frozen.items() if change == 0.0}
+    moved = {name: change for name, change in frozen.items() if change != 0.0}
+    checks = [largest("frozen parameters", 0.0, still)]
+    if moved and changes:
+        differences = relatives(moved, ours.changes, tolerance)
+        checks.append(largest("frozen parameters that the forward moves", tolerance.norm, differences))
+    return checks
 
 
 # Dropout.

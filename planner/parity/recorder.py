@@ -7,7 +7,7 @@ with a factor. On several ranks every rank gathers whole tensors, so that each j
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from autoplan.planner.parity.records import (
 from autoplan.strategies.analysis.structure import clean_name
 from autoplan.strategies.techniques.mesh import axis_size, gather_full, local_tensor, named_parameters
 from autoplan.strategies.techniques.rounded_steps import MOMENTS, StepRounding, like, rounding_of
+from autoplan.strategies.workloads.carried import is_expanded, keep_buffers
 from autoplan.text import writable
 
 SAMPLED_ELEMENTS = 1 << 14  # of each parameter, evenly spread
@@ -65,6 +66,7 @@ class Recorder:
         self._elements: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._put_back_buffers: Callable[[], None] = lambda: None
         self._norms: dict[str, float] = {}
         self._factor = 1.0
         self._groups: tuple[GroupMeasure, ...] = ()
@@ -75,25 +77,33 @@ class Recorder:
     # Before the first step.
 
     def begin(self, model: nn.Module, *, keep: bool = True) -> None:
-        """Samples the parameters before the first step; with `keep`, also keeps what `restore` puts back."""
+        """Samples the parameters before the first step; with `keep`, also keeps what `restore` puts back.
+
+        Frozen ones are kept if they are no more than those that train: a forward moves averages of these, and no base
+        model.
+        """
         self.start = self._sampled_parameters(model)
         names = {name for name, parameter in named_parameters(model) if parameter.requires_grad}
         self._elements |= {f"{START}/{name}": self.start[name] for name in self._union(names)}
         self._buffers = {name: buffer.detach().clone() for name, buffer in self._saved_buffers(model).items()}
         if keep:
-            trained = [local_tensor(parameter) for parameter in model.parameters() if parameter.requires_grad]
-            tensors = (*trained, *map(local_tensor, model.buffers()))
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            frozen = [p for p in model.parameters() if not (p.requires_grad or is_expanded(p))]
+            few = sum(map(torch.numel, frozen)) <= sum(map(torch.numel, trained))
+            tensors = map(local_tensor, (*trained, *frozen) if few else trained)
             self._kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+            self._put_back_buffers = keep_buffers(model)
 
     def restore(self) -> None:
         """Puts the parameters and buffers back to what they were before the first step."""
         with torch.no_grad():
             for tensor, kept in self._kept:
                 tensor.copy_(kept)
+        self._put_back_buffers()
 
     def release(self) -> None:
         """Drops the model and what was kept of it; what was recorded stays."""
-        self._kept = []
+        self._kept, self._put_back_buffers = [], lambda: None
         self.rounding = self._optimizer = None
 
     def parameters(self, model: nn.Module) -> dict[str, ParameterMeasure]:
@@ -192,11 +202,11 @@ class Recorder:
         return {name: norm_of(last[name].float() - start.float()) for name, start in self.start.items()}
 
     def buffer_changes(self, model: nn.Module) -> dict[str, float]:
-        """By saved buffer, the norm of its change; of a mask that holds -inf and stays as it is, 0."""
+        """By saved buffer whose shape is the same still, the norm of its change; 0 of a mask of -inf that stays."""
         return {
             name: norm_of(_difference(buffer.detach(), self._buffers[name]))
             for name, buffer in self._saved_buffers(model).items()
-            if name in self._buffers
+            if name in self._buffers and buffer.shape == self._buffers[name].shape
         }
 
     def add_steps(self, prefix: str, other: Recorder) -> None:

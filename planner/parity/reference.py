@@ -65,7 +65,7 @@ from autoplan.strategies.techniques.mesh import local_tensor
 from autoplan.strategies.techniques.parameters import rounded_parameters
 from autoplan.strategies.techniques.precision import set_matmul_tf32
 from autoplan.strategies.workloads.batch import Batch, move_batch, split_batch
-from autoplan.strategies.workloads.carried import buffers_kept
+from autoplan.strategies.workloads.carried import buffers_kept, keep_buffers
 from autoplan.strategies.workloads.randomness import seed_generators
 from autoplan.strategies.workloads.training_mode import caching_configs, enter_training_mode
 from autoplan.strategies.workloads.workload import Workload
@@ -138,8 +138,9 @@ def run_reference(check: Check) -> ParityMeasurement:
     set_matmul_tf32(False)
     reference = _Reference(check)
     workload, recorder, model, config = check.workload, check.recorder, reference.model, reference.config
-    masked = can_mask_labels(workload, model, check.device, config.micro_batch)
     recorder.begin(model)
+    masked = can_mask_labels(workload, model, check.device, config.micro_batch)
+    recorder.restore()
 
     size = sum(parameter.numel() for parameter in reference.parameters)
     length, dropout_length = reference.lengths_that_run(check_length(workload, size, own_shapes=check.own_shapes))
@@ -217,8 +218,8 @@ class RankBuffers:
     """
 
     def __init__(self, model: nn.Module, ranks: int, accumulation: int) -> None:
-        self._buffers = list(model.buffers())
-        self._kept = [[buffer.detach().clone() for buffer in self._buffers] for _ in range(ranks)]
+        self._model = model
+        self._put_back = [keep_buffers(model)] * ranks
         self._accumulation = accumulation
         self._rank = 0
 
@@ -228,7 +229,7 @@ class RankBuffers:
 
     def each(self) -> Iterator[int]:
         """Each rank, with its buffers in place; rank 0's are there afterwards."""
-        for rank in range(len(self._kept)):
+        for rank in range(len(self._put_back)):
             self._switch(rank)
             yield rank
         self._switch(0)
@@ -236,10 +237,8 @@ class RankBuffers:
     def _switch(self, rank: int) -> None:
         if rank == self._rank:
             return
-        with torch.no_grad():
-            for buffer, kept, wanted in zip(self._buffers, self._kept[self._rank], self._kept[rank], strict=True):
-                kept.copy_(buffer)
-                buffer.copy_(wanted)
+        self._put_back[self._rank] = keep_buffers(self._model)
+        self._put_back[rank]()
         self._rank = rank
 
 
@@ -392,7 +391,8 @@ class _Reference:
                 bound = bound or norm > limit
             self.recorder.before_optimizer(self.model, optimizer)
             for parameter, value in zip(self.rounded, exact, strict=True):  # the step is taken on what was not rounded
-                parameter.data.copy_(value)
+                if parameter.requires_grad:  # a frozen one is as the forward left it
+                    parameter.data.copy_(value)
             optimizer.step()
             if schedule is not None:
                 schedule.step()

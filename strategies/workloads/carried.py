@@ -161,9 +161,16 @@ def keep_buffers(model: nn.Module) -> Callable[[], None]:
                     if buffer is None:
                         continue
                     value = values[id(buffer)]
-                    if buffer.shape == value.shape:
-                        buffer.copy_(value)
-                    else:  # one that the forward resized
+                    if buffer.shape != value.shape:  # one that the forward resized
                         buffer.data = value.clone()
+                    elif not is_expanded(buffer):
+                        buffer.copy_(value)
 
     return put_back
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements are one number in memory, as `expand` makes them: no operation writes into these."""
+    if tensor.layout != torch.strided:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from autoplan.planner.parity import compare as parity_run
 from autoplan.planner.parity.batches import can_mask_labels, mask_labels
@@ -14,7 +15,7 @@ from autoplan.planner.parity.compare import Samples, compare
 from autoplan.planner.parity.reference import TimeLimit, run_reference
 from autoplan.planner.parity.tolerances import tolerance_of
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum
+from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, Workload
 from tests.contracts.parity_contract import candidate, check_parity, check_parity_of, make_check, reference
 from tests.planner.parity import planted
 from tests.strategies.tiny import BERT, LLAMA, T5, classifier, language
@@ -80,6 +81,91 @@ def test_masks_of_every_shape():
     assert bool((short[:, 1:] != IGNORE_INDEX).any(1).all()), "a part of a sample keeps labels too"
     regression = {"labels": torch.ones(6, 3)}
     assert mask_labels(regression, 2) is regression
+
+
+# What a forward changes.
+
+
+class Teacher(nn.Module):
+    """A student, and a frozen teacher that each forward moves towards it, as MoCo v3 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
+        self.teacher.load_state_dict(self.student.state_dict())
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            for average, parameter in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                average.lerp_(parameter, 0.2)
+        return self.student(inputs) - self.teacher(-inputs)
+
+
+def taught(**fields):
+    return Workload(
+        name="taught",
+        build_model=Teacher,
+        make_batch=lambda count, index: torch.randn(count, 6, generator=torch.Generator().manual_seed(index)),
+        loss=lambda model, batch: LossSum(model(batch).pow(2).sum(), len(batch)),
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02),
+        global_batch=8,
+        **fields,
+    )
+
+
+def test_frozen_parameters_that_the_forward_moves_are_compared():
+    """The plain loop moves them once in a step, the candidate in each of its micro-batches."""
+    assert "frozen parameters that the forward moves" in planted.failed(check_parity(taught(), PLAIN))
+
+
+def test_frozen_parameters_that_each_forward_moves_alike_are_no_alarm():
+    """They are put back before the plain steps are made again: else the training would look too sensitive."""
+    config = TrainingConfig(micro_batch=2, precision="bf16")
+    parity = check_parity(taught(fixed_micro_batch=2), config)
+    assert parity.passed, parity.failures
+    assert "too sensitive" not in parity.note
+
+
+class Makes(nn.Module):
+    """Makes a buffer in its first forward."""
+
+    def forward(self, images):
+        if not hasattr(self, "factors"):
+            self.register_buffer("factors", torch.ones(images.shape[1:]))
+        return images * self.factors
+
+
+class Replaces(nn.Module):
+    """Has an empty buffer, in whose place the first forward puts a larger one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factors", torch.empty(0))
+
+    def forward(self, images):
+        if not len(self.factors):
+            self.factors = torch.ones(images.shape[1:])
+        return images * self.factors
+
+
+class Expands(nn.Module):
+    """Has a buffer whose elements are one number in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factors", torch.ones(1).expand(8))
+
+    def forward(self, images):
+        return images * self.factors
+
+
+@pytest.mark.parametrize("kind", [Makes, Replaces, Expands])
+def test_buffers_that_cannot_be_copied_in_place_are_no_alarm(kind):
+    workload = labelled(ignoring_loss)
+    build = workload.build_model
+    workload.build_model = lambda: nn.Sequential(kind(), build())
+    parity = check_parity(workload, PLAIN)
+    assert parity.passed, parity.failures
 
 
 # The optimizer.

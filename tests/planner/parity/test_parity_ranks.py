@@ -132,16 +132,26 @@ def test_running_statistics_of_each_rank_are_compared(zygote, tmp_path):
     assert not any("buffers" in text for text in verdict.not_checked)
 
 
-def test_each_rank_has_the_statistics_of_its_own_micro_batches():
+class Replacing(torch.nn.BatchNorm1d):
+    """Makes its buffer anew in each forward."""
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        self.running_mean = self.running_mean.clone()
+        return outputs
+
+
+@pytest.mark.parametrize("kind", [torch.nn.BatchNorm1d, Replacing])
+def test_each_rank_has_the_statistics_of_its_own_micro_batches(kind):
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randn(4, 3, generator=generator) + shift for shift in range(6)]
-    model = torch.nn.BatchNorm1d(3)
+    model = kind(3)
     ranks = RankBuffers(model, ranks=2, accumulation=3)
     for number, batch in enumerate(batches):
         ranks.before(number)
         model(batch)
     for rank in ranks.each():
-        alone = torch.nn.BatchNorm1d(3)
+        alone = kind(3)
         for batch in batches[3 * rank : 3 * rank + 3]:
             alone(batch)
         torch.testing.assert_close(model.running_mean, alone.running_mean)

@@ -197,6 +197,15 @@ def test_a_buffer_that_changes_its_shape_is_put_back() -> None:
     assert resized.table.shape == (0,)
 
 
+def test_a_buffer_that_is_expanded_stays() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("scale", torch.ones(1).expand(4))
+    model.register_buffer("count", torch.zeros(1))
+    with buffers_kept(model):
+        model.count += 1
+    assert model.count == 0 and torch.equal(model.scale, torch.ones(4))
+
+
 def test_a_loop_keeps_the_batch_size_that_it_has() -> None:
     model = Queue()
     rows = [(row, row) for row in torch.randn(16, 4, generator=torch.Generator().manual_seed(0))]
