@@ -147,7 +147,8 @@ class TrainingRun(Stepper):
         another. The optimizer's state goes by parameter name. On several ranks it is this rank's part, as
         torch.distributed.checkpoint saves and loads it; all ranks call it.
         """
-        model_state, optimizer_state = collect_state(self.model, self.optimizer)
+        has_stepped = self.steps > 0 and self.scaler is None  # fp16 counts steps that were skipped too
+        model_state, optimizer_state = collect_state(self.model, self.optimizer, has_stepped=has_stepped)
         return {
             "model": model_state,
             "optimizer": optimizer_state,

@@ -8,6 +8,7 @@ so that each pipeline stage writes and reads its own part.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,16 +26,27 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _STEP_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
-def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+def collect_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, has_stepped: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's state and the optimizer's, to be written; all ranks call it.
 
     Before its first step an optimizer has no state, and a loader of checkpoints needs to know what there will be. torch
     makes a step without gradients for that, which leaves moments and a count of steps. Here they are taken out of the
     optimizer again, and the state has zeros for all of them, which `restore_state` reads as no step.
+
+    An optimizer that keeps its state elsewhere than in `state` gets no such step, which would go into that state.
+
+    Args:
+        model: Whose state it is.
+        optimizer: Over its parameters.
+        has_stepped: The optimizer took a step.
     """
-    stepped = bool(optimizer.state)
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
-    if not stepped:
+    has_state = bool(optimizer.state)
+    elsewhere = not has_state and (has_stepped or bool(inner_optimizers(optimizer)))
+    with without_steps(optimizer) if elsewhere else contextlib.nullcontext():
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
+    if not has_state:
         optimizer.state.clear()
         optimizer_state = {key: _zero(value) if _is_state(key) else value for key, value in optimizer_state.items()}
     optimizer_state = {key: value for key, value in optimizer_state.items() if not key.endswith(f".{MASTER}")}
@@ -60,19 +72,42 @@ def restore_state(
     for parameter in held_by(optimizer):
         parameter.grad = None  # if one is there, torch makes no state, and loads none
     _set_masters(model, optimizer, model_state, plain_layouts)  # before torch's own first step, which looks at them
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict={name: _to_layout(value, plain_layouts.get(name)) for name, value in model_state.items()},
-        optim_state_dict={key: _to_layout(value, plain_layouts.get(_parameter(key))) for key, value in own.items()},
-        options=_OPTIONS,
-    )
+    has_state = any(map(_is_state, optimizer_state))
+    with contextlib.nullcontext() if has_state else without_steps(optimizer):  # torch steps to make what it loads into
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict={name: _to_layout(value, plain_layouts.get(name)) for name, value in model_state.items()},
+            optim_state_dict={key: _to_layout(value, plain_layouts.get(_parameter(key))) for key, value in own.items()},
+            options=_OPTIONS,
+        )
     _set_masters(model, optimizer, model_state, plain_layouts)
     for group, kept in zip(optimizer.param_groups, flags, strict=True):
         group.update(kept)
     if _is_of_no_step(optimizer_state) and not _has_state_at_once(optimizer):
         optimizer.state.clear()
     place_steps(optimizer)
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that an optimizer holds in its attributes, and whose state is not its own."""
+    found: list[Any] = []
+    for value in vars(optimizer).values():
+        found += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return [one for one in found if isinstance(one, torch.optim.Optimizer) and one.state is not optimizer.state]
+
+
+@contextlib.contextmanager
+def without_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The optimizer does not step meanwhile."""
+    before = vars(optimizer).get("step")
+    optimizer.__dict__["step"] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del optimizer.__dict__["step"]
+        if before is not None:
+            optimizer.__dict__["step"] = before
 
 
 def _is_state(key: str) -> bool:

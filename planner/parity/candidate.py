@@ -45,6 +45,7 @@ from autoplan.planner.parity.rounded_products import product_distances
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.run import TrainingRun
+from autoplan.strategies.state import inner_optimizers, without_steps
 from autoplan.strategies.step import StepResult
 from autoplan.strategies.techniques.loss_kernels import limit_chunk_rows
 from autoplan.strategies.techniques.mesh import data_position, local_tensor, rank_seed
@@ -483,6 +484,8 @@ class _WatchedRun:
         not done; the run is then as it was.
         """
         run = self.run
+        if inner_optimizers(run.optimizer):
+            return "the optimizer holds others, whose state is no part of its own"
         moments, others = dict(run.optimizer.state), self.kept_state()
         torch.rand(1)  # the generators are not as they were before the first step
         self._part = ""  # torch makes a step of zeros before it saves an optimizer without state, and before it loads
@@ -560,13 +563,9 @@ def _cloned(value: Any) -> Any:
 @contextlib.contextmanager
 def _without_steps(run: TrainingRun) -> Iterator[None]:
     """Neither the optimizer nor the schedule steps."""
-    before, schedule = vars(run.optimizer).get("step"), run.schedule
-    run.optimizer.__dict__["step"] = lambda *args, **kwargs: None
-    run.schedule = None
+    schedule, run.schedule = run.schedule, None
     try:
-        yield
+        with without_steps(run.optimizer):
+            yield
     finally:
         run.schedule = schedule
-        del run.optimizer.__dict__["step"]
-        if before is not None:
-            run.optimizer.__dict__["step"] = before

@@ -11,7 +11,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.state import place_steps
 from autoplan.strategies.workloads.samples import batches_from_dataset
-from tests.strategies.tiny import GPT2, classifier, language
+from tests.strategies.tiny import GPT2, Pair, classifier, language
 
 NO_DROPOUT = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 PLAIN = TrainingConfig(micro_batch=2)
@@ -75,6 +75,48 @@ def test_a_state_before_the_first_step_changes_no_later_step(build_optimizer, tm
     again = prepare(workload, PLAIN)
     again.load_state_dict(torch.load(tmp_path / "state.pt"))
     assert [loss.item() for loss in steps(again, 0, 3)] == expected
+
+
+class Heavy(torch.optim.Optimizer):
+    """Keeps its momentum in an attribute of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.momentum = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.momentum[parameter] = 0.9 * self.momentum.get(parameter, 0.0) + parameter.grad
+                    parameter.sub_(group["lr"] * self.momentum[parameter])
+
+
+@pytest.mark.parametrize(("build_optimizer", "before"), [(Pair, 0), (Pair, 2), (Heavy, 2)])
+def test_saving_takes_no_step_of_an_optimizer_that_keeps_its_state_elsewhere(build_optimizer, before):
+    workload = language(NO_DROPOUT)
+    workload.build_optimizer = build_optimizer
+    run, saved = (prepare(workload, PLAIN) for _ in range(2))
+    steps(run, 0, before + 2)
+    steps(saved, 0, before)
+    saved.state_dict()
+    steps(saved, before, before + 2)
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(tensor, saved.model.state_dict()[name]), name
+
+
+def test_loading_takes_no_step_of_an_optimizer_that_keeps_its_state_elsewhere():
+    workload = language(NO_DROPOUT)
+    workload.build_optimizer = Pair
+    run, loaded, fresh = (prepare(workload, PLAIN) for _ in range(3))
+    steps(run, 0, 1)
+    loaded.load_state_dict(run.state_dict())
+    fresh.model.load_state_dict(run.model.state_dict())
+    steps(loaded, 1, 3)
+    steps(fresh, 1, 3)
+    for name, tensor in fresh.model.state_dict().items():
+        assert torch.equal(tensor, loaded.model.state_dict()[name]), name
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,20 @@ def sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+class Pair(torch.optim.Optimizer):
+    """Steps one optimizer for half of the parameters, and another for the rest; it has no state itself."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        held = list(parameters)
+        super().__init__(held, {"lr": 1e-3})
+        half = len(held) // 2
+        self.pair = [torch.optim.AdamW(held[:half], lr=1e-3, weight_decay=0.1), sgd(held[half:])]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.pair:
+            optimizer.step()
+
+
 def classifier(*, norm: bool = False, global_batch: int = 8, **fields: Any) -> Workload:
     return Workload(
         name="classifier",

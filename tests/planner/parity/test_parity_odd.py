@@ -9,7 +9,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.step import OwnGradients
 from tests.contracts.parity_contract import check_parity, check_parity_of
-from tests.strategies.tiny import classifier, language
+from tests.strategies.tiny import Pair, classifier, language
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -77,6 +77,14 @@ def test_a_state_that_cannot_be_saved_is_said():
     parity = check_parity(workload, TrainingConfig(micro_batch=2))
     assert parity.passed, parity.failures
     assert "the state cannot be saved: RuntimeError: ask the server" in " ".join(parity.not_checked)
+
+
+def test_optimizers_inside_an_optimizer_pass_and_are_said_not_to_be_saved():
+    workload = language()
+    workload.build_optimizer = Pair
+    parity = check_parity(workload, TrainingConfig(micro_batch=2))
+    assert parity.passed, parity.failures
+    assert "the optimizer holds others, whose state is no part of its own" in " ".join(parity.not_checked)
 
 
 def sensitive():

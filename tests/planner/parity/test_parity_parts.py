@@ -18,7 +18,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, Workload
 from tests.contracts.parity_contract import candidate, check_parity, check_parity_of, make_check, reference
 from tests.planner.parity import planted
-from tests.strategies.tiny import BERT, LLAMA, T5, classifier, language
+from tests.strategies.tiny import BERT, LLAMA, T5, Pair, classifier, language
 
 PLAIN = TrainingConfig(micro_batch=2)
 
@@ -206,6 +206,13 @@ def test_another_optimizer_is_compared_by_the_norms_of_its_changes(small_samples
     assert method == "norms"
     assert any("treats the elements of a tensor together" in text for text in parity.not_checked)
     assert parity.not_checked[0] in parity.note
+
+
+def test_optimizers_inside_an_optimizer_are_compared_by_the_norms_of_their_changes(small_samples):
+    """They step the tensors that they were made over, and no samples in the place of these."""
+    workload = classifier()
+    workload.build_optimizer = Pair
+    assert method_of(workload)[0] == "norms"
 
 
 def test_groups_by_shape_are_those_of_the_whole_tensors(small_samples, monkeypatch):
