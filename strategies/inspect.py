@@ -289,13 +289,14 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
     from autoplan.strategies.analysis.structure import MicroBatchDependent, disable_dropout
     from autoplan.strategies.workloads.batch import move_batch
     from autoplan.strategies.workloads.carried import carried_state
+    from autoplan.strategies.workloads.randomness import seeded_build
     from autoplan.strategies.workloads.training_mode import enter_training_mode
     from autoplan.strategies.workloads.user_errors import user_error
 
     if sum(parameter.numel() for parameter in model.parameters()) > LARGEST_RUN_PARAMETERS:
         return ()
-    torch.manual_seed(workload.seed)
-    real = _build_on(workload, device)
+    with seeded_build(workload.seed):
+        real = _build_on(workload, device)
     enter_training_mode(real)
     disable_dropout(real)
     try:

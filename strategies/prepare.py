@@ -32,6 +32,7 @@ from autoplan.strategies.techniques.precision import PrecisionStrategy, set_matm
 from autoplan.strategies.techniques.rules import incompatible
 from autoplan.strategies.techniques.tensor_parallel import TensorParallelStrategy
 from autoplan.strategies.techniques.threads import ThreadsStrategy, place_rank
+from autoplan.strategies.workloads.randomness import seeded_build
 from autoplan.strategies.workloads.training_mode import caching_configs, enter_training_mode
 from autoplan.strategies.workloads.workload import TrainingModule, Workload
 
@@ -72,7 +73,7 @@ def prepare(
 
     Three settings belong to the process, not to the run, and stay set: torch's number of threads (where the config
     names one), the allocator (likewise; on CUDA before the model is built), and, on CUDA, whether fp32 matmuls round to
-    TF32. The random state is seeded with the workload's seed.
+    TF32. Torch is seeded with the workload's seed; `random` and NumPy too, while the model is built.
 
     Args:
         workload: What is trained.
@@ -95,7 +96,7 @@ def prepare(
         set_allocator(config.allocator, device)
     torch.manual_seed(workload.seed)
     if model is None:
-        with torch.device(device):
+        with torch.device(device), seeded_build(workload.seed):
             model = workload.build_model()
     model.to(device)
     enter_training_mode(model)

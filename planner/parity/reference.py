@@ -66,7 +66,7 @@ from autoplan.strategies.techniques.parameters import rounded_parameters
 from autoplan.strategies.techniques.precision import set_matmul_tf32
 from autoplan.strategies.workloads.batch import Batch, move_batch, split_batch
 from autoplan.strategies.workloads.carried import buffers_kept, keep_buffers
-from autoplan.strategies.workloads.randomness import seed_generators
+from autoplan.strategies.workloads.randomness import seed_generators, seeded_build
 from autoplan.strategies.workloads.training_mode import caching_configs, enter_training_mode
 from autoplan.strategies.workloads.workload import Workload
 
@@ -249,8 +249,7 @@ class _Reference:
         self.check = check
         self.workload, self.device, self.recorder = check.workload, check.device, check.recorder
         self.config = config = check.small_config
-        torch.manual_seed(self.workload.seed)
-        with torch.device(self.device):
+        with torch.device(self.device), seeded_build(self.workload.seed):
             self.model = self.workload.build_model()
         enter_training_mode(self.model.to(self.device))
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -29,6 +29,21 @@ def seed_generators(seed: int) -> None:
 
 
 @contextlib.contextmanager
+def seeded_build(seed: int) -> Iterator[None]:
+    """Seeds the generators for the making of a model.
+
+    Afterwards `random` and NumPy's, which are the program's own, are as they were; torch's go on.
+    """
+    before = random.getstate(), np.random.get_state()
+    seed_generators(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+@contextlib.contextmanager
 def generators_kept(*, cuda: bool = False) -> Iterator[None]:
     """Puts the generators back as they were afterwards.
 

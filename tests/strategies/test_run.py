@@ -1,7 +1,9 @@
 """TrainingRun: state across configs, bit-for-bit resuming, clipping, schedule, frozen parameters, refusals."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -331,3 +333,26 @@ def test_nothing_to_train_and_no_optimizer():
     workload.build_optimizer = lambda parameters: None
     with pytest.raises(WorkloadError, match="NoneType"):
         prepare(workload, PLAIN)
+
+
+class Drawn(nn.Linear):
+    """Weights from NumPy's generator and Python's."""
+
+    def __init__(self):
+        super().__init__(8, 5)
+        with torch.no_grad():
+            self.weight.copy_(torch.from_numpy(np.random.randn(5, 8)))
+            self.bias.copy_(torch.tensor([random.random() for _ in range(5)]))
+
+
+def test_weights_from_other_generators_are_seeded_too_and_these_stay_the_programs():
+    workload = classifier()
+    workload.build_model = Drawn
+    random.seed(5)
+    np.random.seed(5)
+    expected = random.random(), np.random.rand()
+    random.seed(5)
+    np.random.seed(5)
+    one, other = (prepare(workload, PLAIN).model for _ in range(2))
+    assert torch.equal(one.weight, other.weight) and torch.equal(one.bias, other.bias)
+    assert (random.random(), np.random.rand()) == expected

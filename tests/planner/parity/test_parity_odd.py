@@ -1,7 +1,9 @@
 """Right trainings with parts that are unlike torch's own: none of them is refused."""
 
 import functools
+import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,3 +117,25 @@ def test_moments_are_loaded_beside_gradients_that_stay():
     )
     assert kept and len(kept) == len(loaded)
     assert all(torch.equal(a, b) for a, b in zip(kept, loaded, strict=True))
+
+
+class Drawn(torch.nn.Linear):
+    """Weights from NumPy's generator and Python's."""
+
+    def __init__(self):
+        super().__init__(8, 5)
+        with torch.no_grad():
+            self.weight.copy_(torch.from_numpy(np.random.randn(5, 8)))
+            self.bias.fill_(random.random())
+
+    def forward(self, images):
+        return super().forward(images.mean((1, 2)))
+
+
+def test_weights_from_other_generators_than_torchs():
+    random.seed(7)
+    np.random.seed(7)
+    workload = classifier()
+    workload.build_model = Drawn
+    parity = check_parity(workload, TrainingConfig(micro_batch=2))
+    assert parity.passed, parity.failures
