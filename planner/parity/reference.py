@@ -253,8 +253,8 @@ class _Reference:
             self.model = self.workload.build_model()
         enter_training_mode(self.model.to(self.device))
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        # at once; None: the whole batch
-        self.most_samples: int | None = CHECK_MICRO_BATCH if check.own_shapes else None
+        # at once, of which a batch is a multiple; None: the whole batch
+        self.most_samples = math.gcd(config.micro_batch, CHECK_MICRO_BATCH) if check.own_shapes else None
         self.normalised_ranks = config.dp if config.batch_norm == "sync" else 1
         self.rank_buffers: RankBuffers | None = None  # set during the steps, where ranks have buffers of their own
         self.rounded: list[nn.Parameter] = []  # those that the candidate keeps in bf16

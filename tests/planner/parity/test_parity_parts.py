@@ -354,3 +354,10 @@ def test_a_plain_run_with_nan_gradients_is_named_before_anything_else():
     parity = check_parity(workload, PLAIN)
     assert not parity.passed
     assert parity.failures[0].startswith("the plain run itself has gradients that are no numbers (their norm is nan")
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_the_shapes_of_training_may_be_micro_batches_of_any_size(micro_batch):
+    """The plain run takes few samples at once; an odd number of them in a step is no reason to stop."""
+    config = TrainingConfig(micro_batch=micro_batch)
+    assert check_parity(classifier(global_batch=3), config, own_shapes=True).passed
