@@ -162,7 +162,7 @@ def run_reference(check: Check) -> ParityMeasurement:
     began = time.monotonic()
     if config.dp > 1 and config.batch_norm == "own" and workload.fixed_micro_batch is not None:
         reference.rank_buffers = RankBuffers(model, config.dp, accumulation)
-    large = check.own_shapes or size > SMALL_MODEL_PARAMETERS
+    large = True if check.own_shapes or size > SMALL_MODEL_PARAMETERS else None
     schedule, optimizer = reference.steps(small, large=large)
     steps_s = time.monotonic() - began
     sample_s = steps_s / sum(step.samples for step in recorder.steps)
@@ -336,7 +336,7 @@ class _Reference:
             return ()
         return tuple(self.recorder.buffer_changes(self.model) for _ in self.rank_buffers.each())
 
-    def steps(self, small: Workload, *, large: bool) -> tuple[Any, torch.optim.Optimizer]:
+    def steps(self, small: Workload, *, large: bool | None) -> tuple[Any, torch.optim.Optimizer]:
         """The optimizer steps of the check. Gives the schedule and the optimizer as they are afterwards.
 
         Where the norm that the user clips to is above the gradients of the first steps, those of step WHOLE_STEPS are
@@ -344,8 +344,8 @@ class _Reference:
 
         Args:
             small: The workload of the check.
-            large: Take the first steps alone, and go on with the schedule; so too where all of them would take more
-                than MOST_STEPS_S.
+            large: Take the first steps alone, and go on with the schedule; None: where all of them would take more than
+                MOST_STEPS_S.
         """
         began, steps = time.thread_time(), CHECK_STEPS
         optimizer = small.build_optimizer(self.parameters)
@@ -357,7 +357,8 @@ class _Reference:
         first_loss = 0.0
         for index in range(CHECK_STEPS):
             if index == WHOLE_STEPS:
-                large = large or (time.thread_time() - began) * CHECK_STEPS / WHOLE_STEPS > MOST_STEPS_S
+                if large is None:
+                    large = (time.thread_time() - began) * CHECK_STEPS / WHOLE_STEPS > MOST_STEPS_S
                 steps = LARGE_MODEL_STEPS if large else CHECK_STEPS
             if index >= steps:
                 break

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoplan.planner.parity import compare as parity_run
+from autoplan.planner.parity import reference as reference_module
 from autoplan.planner.parity.batches import can_mask_labels, mask_labels
 from autoplan.planner.parity.candidate import run_candidate
 from autoplan.planner.parity.compare import Samples, compare
+from autoplan.planner.parity.records import AGAIN, CHECK_STEPS, step_part
 from autoplan.planner.parity.reference import TimeLimit, run_reference
 from autoplan.planner.parity.tolerances import tolerance_of
 from autoplan.strategies.config import TrainingConfig
@@ -361,3 +363,17 @@ def test_the_shapes_of_training_may_be_micro_batches_of_any_size(micro_batch):
     """The plain run takes few samples at once; an odd number of them in a step is no reason to stop."""
     config = TrainingConfig(micro_batch=micro_batch)
     assert check_parity(classifier(global_batch=3), config, own_shapes=True).passed
+
+
+def test_the_second_plain_run_takes_as_many_steps_as_the_first(monkeypatch):
+    """Also where the machine has become slower: else the later steps would not be compared."""
+    honest = reference_module._Reference.steps_again
+
+    def on_a_slower_machine(*given):
+        monkeypatch.setattr(reference_module, "MOST_STEPS_S", 0.0)
+        honest(*given)
+
+    monkeypatch.setattr(reference_module._Reference, "steps_again", on_a_slower_machine)
+    plain = reference(classifier(), PLAIN)
+    assert plain.measurement.trained == CHECK_STEPS
+    assert plain.part(AGAIN + step_part(CHECK_STEPS - 1))
