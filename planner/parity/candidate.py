@@ -340,7 +340,8 @@ class _WatchedRun:
         self._micro_step = 0
         self._module, run.module = run.module, self._watched_module
         run.observe_gradients(self._before_clipping)
-        run.optimizer.register_step_pre_hook(self._before_optimizer)
+        hook = run.optimizer.register_step_pre_hook(self._before_optimizer)
+        run.optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # before the user's hooks
 
     def seed_micro_steps(self) -> None:
         """From now on the generators are set before each micro-step: to `noise_seed`, then counting up."""

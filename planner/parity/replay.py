@@ -16,6 +16,7 @@ from torch import nn
 from autoplan.planner.parity.differences import finite
 from autoplan.planner.parity.recorder import SAMPLED_ELEMENTS, Recorder, norm_of
 from autoplan.planner.parity.records import ParameterMeasure, ReplayMeasure
+from autoplan.strategies.workloads.optimizers import step_hooks
 from autoplan.strategies.workloads.workload import Workload
 
 TINY_MOMENTS = 1e-36
@@ -178,6 +179,8 @@ def is_elementwise(workload: Workload, parameters: Mapping[str, ParameterMeasure
             name: nn.Parameter(tensor.to(device)[_every(tensor, stride)].clone()) for name, tensor in start.items()
         }
         optimizer = _over_samples(workload, parameters, values, device)
+        if stride == 1 and step_hooks(optimizer):  # a hook may go by the tensors that the optimizer was made over
+            optimizer = workload.build_optimizer(list(values.values()))
         for number in range(_TRIAL_STEPS):
             for name, value in values.items():
                 tensor = gradients[number][name]

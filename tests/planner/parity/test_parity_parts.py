@@ -217,6 +217,39 @@ def test_optimizers_inside_an_optimizer_are_compared_by_the_norms_of_their_chang
     assert method_of(workload)[0] == "norms"
 
 
+def halving_the_gradients(groups):
+    """Makes an optimizer whose hook halves gradients: those of its groups, or of the tensors that it was made over."""
+
+    def build(parameters):
+        held = list(parameters)
+        optimizer = torch.optim.SGD(held, lr=0.1, momentum=0.9)
+
+        def halve(optimizer, *_):
+            of_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for parameter in of_groups if groups else held:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+        optimizer.register_step_pre_hook(halve)
+        return optimizer
+
+    return build
+
+
+@pytest.mark.parametrize(("groups", "method"), [(True, "sampled"), (False, "norms")])
+def test_a_hook_before_the_optimizers_step_is_replayed_once(small_samples, groups, method):
+    workload = classifier()
+    workload.build_optimizer = halving_the_gradients(groups)
+    assert method_of(workload)[0] == method
+
+
+def test_a_hook_that_is_lost_is_found(monkeypatch):
+    workload = classifier()
+    workload.build_optimizer = halving_the_gradients(True)
+    planted.plant(monkeypatch, lambda run: run.optimizer._optimizer_step_pre_hooks.clear())
+    assert planted.OPTIMIZER in planted.failed(check_parity(workload, PLAIN))
+
+
 def test_groups_by_shape_are_those_of_the_whole_tensors(small_samples, monkeypatch):
     """Groups are made by shapes, which samples do not have; and weight decay lost in a sampled group is seen."""
 
