@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,38 @@ def test_the_users_own_optimizer_and_schedule(make: Callable[[Any], Any], tmp_pa
     )
     found = differences(made, 4)
     assert max(found["parameters"], found["loss"], found["learning_rate"]) < FP32, found
+
+
+class OwnRoot(nn.Module):
+    """Around a backbone in evaluation mode, as from_pretrained gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).eval()
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.head(self.backbone(x))[:, 0] - y).square().mean()}
+
+
+def test_parts_in_evaluation_mode_train_as_in_each_step_of_the_trainer(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    trainer = Trainer(
+        model=OwnRoot(),
+        args=arguments(tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=1, optim="sgd"),
+        train_dataset=[{"x": torch.randn(4, generator=generator), "y": float(k % 3)} for k in range(32)],
+    )
+    workload = autoplan.from_trainer(trainer)
+    with pytest.raises(WorkloadError, match=r"backbone.1 \(BatchNorm1d\) normalises"):
+        prepare(workload, TrainingConfig(micro_batch=2))
+    run = prepare(dataclasses.replace(workload, fixed_micro_batch=8), TrainingConfig(micro_batch=8))
+    for step in range(STEPS):
+        run.step(batch_of_step(workload, step))
+    assert not trainer.model.backbone.training, "it is left as it was"
+    trainer.train()
+    for name, value in trainer.model.state_dict().items():
+        torch.testing.assert_close(run.model.state_dict()[name], value, rtol=1e-4, atol=1e-6)
 
 
 def test_an_optimizer_that_is_set_and_not_returned(tmp_path: Path) -> None:

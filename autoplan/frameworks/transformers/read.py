@@ -227,24 +227,27 @@ def _cut_step(trainer: Any, dataset: Any, global_batch: int) -> list[str]:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """A copy of a model that shares nothing with it, on the current default device.
+    """A copy of a model that shares nothing with it, on the current default device; all of it in training mode.
 
-    Where that is meta, or under fake tensors, nobody wants the numbers: the copy has tensors without them, and takes no
-    memory.
+    Trainer.training_step calls model.train() at each step, so no part of a model stays in evaluation mode.
+
+    On meta, or under fake tensors, nobody wants the numbers: the copy has tensors without them, and takes no memory.
 
     A model whose forward was replaced (TRL puts a fused output head into it) is copied by pickling: the replacement
     holds on to the original, and copy.deepcopy does not look into functions.
     """
     device = torch.get_default_device()
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
-    if modes or device.type == "meta":
-        return copy.deepcopy(model, _without_numbers(model, device, modes[-1] if modes else None))
-    if any("forward" in vars(part) for part in model.modules()):
+    unnumbered = bool(modes) or device.type == "meta"
+    if unnumbered:
+        copied: nn.Module = copy.deepcopy(model, _without_numbers(model, device, modes[-1] if modes else None))
+    elif any("forward" in vars(part) for part in model.modules()):
         with torch.device("cpu"):
-            copied: nn.Module = pickle.loads(cloudpickle.dumps(model))
+            copied = pickle.loads(cloudpickle.dumps(model))
     else:
         copied = copy.deepcopy(model)
-    return copied if device.type == "cpu" else copied.to(device)
+    copied.train()  # a train() of the user's own may return nothing
+    return copied if unnumbered or device.type == "cpu" else copied.to(device)
 
 
 def _without_numbers(model: nn.Module, device: torch.device, mode: FakeTensorMode | None) -> dict[int, Any]:
