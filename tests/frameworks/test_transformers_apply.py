@@ -181,6 +181,15 @@ def test_refusals(tmp_path: Path) -> None:
         apply(plan, trainer)
 
 
+def test_another_global_batch_is_refused(tmp_path: Path) -> None:
+    plan = plan_for(llama_trainer(tmp_path))
+    trainer = llama_trainer(tmp_path, gradient_accumulation_steps=4)
+    with pytest.raises(PlanError, match="for a global batch of 8, and this Trainer trains 16 samples a step"):
+        apply(plan, trainer)
+    made, _ = apply(plan, trainer, changed_ok=True)
+    assert made.args.per_device_train_batch_size * made.args.gradient_accumulation_steps == 8
+
+
 def test_several_gpus_without_torchrun_are_refused(tmp_path: Path) -> None:
     """The Trainer would split each micro-batch over them; the arguments of a machine with two are put together here."""
 

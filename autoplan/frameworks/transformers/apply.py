@@ -19,6 +19,7 @@ from autoplan.errors import ExportError, PlanError, UsageError
 from autoplan.frameworks.transformers.loss import TrainerLoss
 from autoplan.frameworks.transformers.ranks import as_one_process, missing_factor
 from autoplan.frameworks.transformers.read import (
+    global_batch_of,
     make_optimizer,
     read_training,
     refuse_other_batch_size,
@@ -79,6 +80,8 @@ def apply_plan(plan: PlanRecord, trainer: Any, *parts: Any, changed_ok: bool = F
     )
     _refuse_given_optimizer(plan, trainer)
     _refuse_world(plan, trainer)
+    if not changed_ok:
+        _refuse_other_global_batch(plan, trainer, workload)
     step, source = plan.config.optimizer_step, make_optimizer(trainer)
     optimizer = rebuild(source, {} if step == "own" else OPTIMIZER_FLAGS[step])
     if not changed_ok:
@@ -164,6 +167,22 @@ def _refuse_world(plan: PlanRecord, trainer: Any) -> None:
         "apply it."
         if wanted > 1
         else "Start the script without torchrun, or search with nproc=.",
+    )
+
+
+def _refuse_other_global_batch(plan: PlanRecord, trainer: Any, workload: Workload) -> None:
+    """Refuses a Trainer of another global batch than that of the search.
+
+    The search was one process. Under torchrun a script may keep its arguments, or divide them by the ranks.
+    """
+    wanted, found = plan.workload.global_batch, global_batch_of(trainer)
+    if wanted in (workload.global_batch, found):
+        return
+    raise PlanError(
+        f"the plan is for a global batch of {wanted}, and this {type(trainer).__name__} trains {found} samples a step "
+        "(per_device_train_batch_size x gradient_accumulation_steps x processes)",
+        hint=f"Make the Trainer with arguments that give {wanted}, or search again. To train with {wanted} all the "
+        "same: apply_to(changed_ok=True).",
     )
 
 

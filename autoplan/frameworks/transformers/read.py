@@ -59,7 +59,7 @@ def read_training(trainer: Any) -> Workload:
     args = trainer.args
     model = trainer.model
     _refuse_uncopyable(model)
-    global_batch = _global_batch(trainer)
+    global_batch = global_batch_of(trainer)
     batches, notes = read_batches(trainer, global_batch, int(args.seed))
     parts = make_parts(trainer)
     micro_batch = int(trainer._train_batch_size)
@@ -294,7 +294,8 @@ def _schedule(trainer: Any, parts: Any, steps: int) -> tuple[Any, list[str]]:
     ]
 
 
-def _global_batch(trainer: Any) -> int:
+def global_batch_of(trainer: Any) -> int:
+    """Samples of an optimizer step, on all of the Trainer's processes."""
     return int(trainer._train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size)
 
 
@@ -311,7 +312,7 @@ def _refuse_ranks(trainer: Any) -> None:
             "process and starts ranks of its own",
             hint="Run the search without torchrun, with gradient_accumulation_steps="
             f"{trainer.args.gradient_accumulation_steps * ranks} so that the global batch stays "
-            f"{_global_batch(trainer)}, and nproc= for the largest number of ranks. Then load the plan under "
+            f"{global_batch_of(trainer)}, and nproc= for the largest number of ranks. Then load the plan under "
             "torchrun, and apply it there.",
         )
     if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
@@ -380,7 +381,7 @@ def _what_does_not_run(trainer: Any) -> list[str]:
     if (gpus := int(args.n_gpu)) > 1:
         notes.append(
             f"this process sees {gpus} GPUs, over which the Trainer by itself splits each batch (DataParallel): the "
-            f"global batch of {_global_batch(trainer)} is that of all of them"
+            f"global batch of {global_batch_of(trainer)} is that of all of them"
         )
     if getattr(trainer, "model_init", None) is not None:
         notes.append("model_init is not called again: the model is as it is now")
@@ -412,5 +413,6 @@ def _overridden(trainer: Any) -> list[str]:
     text = f"the plan decides {', '.join(given)}"
     few = [name for name in ("deepspeed", "fsdp") if named[name]]
     if few:
-        text += f". The global batch is that of this one process: {_global_batch(trainer)}; give global_batch= for more"
+        size = global_batch_of(trainer)
+        text += f". The global batch is that of this one process: {size}; give global_batch= for more"
     return [text]
