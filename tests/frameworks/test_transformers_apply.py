@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import subprocess
 import sys
@@ -114,6 +115,18 @@ def test_who_holds_the_trainer_gets_the_new_one(tmp_path: Path) -> None:
     made.train()
     for name in ("by_trainer", "by_method"):
         assert [sum(name in entry for entry in one.state.log_history) for one in (trainer, made)] == [0, 3]
+
+
+def test_what_a_launcher_left_in_the_environment_is_not_the_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = llama_trainer(tmp_path)
+    plan = plan_for(trainer)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    made, _ = apply(plan, trainer)
+    assert made.accelerator.mixed_precision == "no" and not made.is_fsdp_enabled
+    assert "ACCELERATE_USE_FSDP" not in os.environ
 
 
 def test_a_loader_without_workers_takes_the_place_of_one_with_workers(tmp_path: Path) -> None:

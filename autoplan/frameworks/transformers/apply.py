@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.metadata
+import os
 import warnings
 from typing import Any
 
@@ -232,6 +233,11 @@ def _arguments(plan: PlanRecord, trainer: Any) -> tuple[Any, list[str]]:
         named |= {"torch_compile_backend": None, "torch_compile_mode": None}
     left_out = [text for text in not_carried if not text.startswith("compile=block")]  # blocks are compiled in place
     arguments = dataclasses.replace(trainer.args, **{name: value for name, value in named.items() if name in fields})
+    precision = config.precision if config.precision in ("bf16", "fp16") else "no"
+    if hasattr(arguments, "mixed_precision"):  # taken from the environment, where `accelerate launch` leaves one
+        arguments.mixed_precision = precision
+    else:  # older ones leave theirs in the environment
+        os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     return arguments, left_out
 
 

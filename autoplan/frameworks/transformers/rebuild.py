@@ -39,6 +39,9 @@ BUILT_ANEW = (
 COMPILER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE")
 """The variables that older TrainingArguments leave in the environment, for every Trainer that is made later."""
 
+FSDP_VARIABLE = "ACCELERATE_USE_FSDP"
+"""The variable that an accelerator with FSDP leaves in the environment, in the same way."""
+
 
 def build_anew(trainer: Any, arguments: Any, *, optimizers: tuple[Any, Any] = (None, None)) -> Any:
     """A Trainer of the same class with other arguments: everything that does not depend on them is the old one's.
@@ -55,6 +58,8 @@ def build_anew(trainer: Any, arguments: Any, *, optimizers: tuple[Any, Any] = (N
     for name in COMPILER_VARIABLES:
         if not arguments.torch_compile:
             os.environ.pop(name, None)
+    if not arguments.fsdp:
+        os.environ.pop(FSDP_VARIABLE, None)
     made: Any = object.__new__(type(trainer))
     Trainer.__init__(
         made,
