@@ -20,6 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import autoplan
 from autoplan.errors import PlanError, WorkloadError
+from autoplan.frameworks.transformers.apply import own_accelerator_config
 from autoplan.planner.plan.key_tables import pick_table
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import compiles_in_place, plan_values
@@ -115,6 +116,19 @@ def test_who_holds_the_trainer_gets_the_new_one(tmp_path: Path) -> None:
     made.train()
     for name in ("by_trainer", "by_method"):
         assert [sum(name in entry for entry in one.state.log_history) for one in (trainer, made)] == [0, 3]
+
+
+def test_the_users_accelerator_config_is_kept(tmp_path: Path) -> None:
+    options = {"even_batches": False, "gradient_accumulation_kwargs": {"sync_each_batch": False}}
+    trainer = llama_trainer(tmp_path, accelerator_config=options)
+    made, _ = apply(plan_for(trainer), trainer)
+    assert made.args.accelerator_config.even_batches is False
+    made.train()
+    assert made.state.global_step == 3
+    values = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    every = own_accelerator_config(made.args.accelerator_config, values)
+    assert every.even_batches is False and every.gradient_accumulation_kwargs == {"sync_each_batch": True}
+    assert made.args.accelerator_config.gradient_accumulation_kwargs["sync_each_batch"] is False
 
 
 def test_what_a_launcher_left_in_the_environment_is_not_the_plans(

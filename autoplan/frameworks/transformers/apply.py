@@ -225,6 +225,10 @@ def _arguments(plan: PlanRecord, trainer: Any) -> tuple[Any, list[str]]:
         if new in named and old in fields:
             named[old] = named[new]
     named |= {"auto_find_batch_size": False, "deepspeed": None}
+    if "accelerator_config" in fields:
+        named["accelerator_config"] = own_accelerator_config(
+            trainer.args.accelerator_config, named.get("accelerator_config", {})
+        )
     if config.dp > 1:
         named[COUNTS_ALL_RANKS] = True
     if config.dp_shard == 1:
@@ -239,6 +243,22 @@ def _arguments(plan: PlanRecord, trainer: Any) -> tuple[Any, list[str]]:
     else:  # older ones leave theirs in the environment
         os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     return arguments, left_out
+
+
+def own_accelerator_config(config: Any, values: dict[str, Any]) -> Any:
+    """A copy of the accelerator_config of a Trainer's arguments, with the plan's values.
+
+    A Trainer writes num_steps=1 into the one that it gets; none is made with that where gradients accumulate.
+
+    Args:
+        config: Not changed.
+        values: The plan's gradient_accumulation_kwargs; may be empty.
+    """
+    own, name = copy.deepcopy(config), "gradient_accumulation_kwargs"
+    options = {**(getattr(own, name) or {}), **values.get(name, {})}
+    options.pop("num_steps", None)
+    setattr(own, name, options or None)
+    return own
 
 
 def _is_undivided(plan: PlanRecord, trainer: Any, workload: Workload) -> bool:
