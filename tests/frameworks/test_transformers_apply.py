@@ -6,8 +6,10 @@ import copy
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +118,27 @@ def test_who_holds_the_trainer_gets_the_new_one(tmp_path: Path) -> None:
     made.train()
     for name in ("by_trainer", "by_method"):
         assert [sum(name in entry for entry in one.state.log_history) for one in (trainer, made)] == [0, 3]
+
+
+def test_a_termination_signal_saves_and_ends_the_training(tmp_path: Path) -> None:
+    class Terminated(TrainerCallback):
+        def on_step_end(self, *given: Any, **options: Any) -> None:
+            signal.raise_signal(signal.SIGTERM)
+            deadline = time.monotonic() + 2.0
+            while not jit.jit_manager.is_checkpoint_requested and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        trainer = llama_trainer(tmp_path, enable_jit_checkpoint=True, callbacks=[Terminated()])
+        jit: Any = next(one for one in trainer.callback_handler.callbacks if hasattr(one, "jit_manager"))
+        jit.jit_manager.kill_wait = 0
+        made, _ = apply(plan_for(trainer), trainer)
+        made.train()
+        assert made.state.global_step == 1 and (tmp_path / "checkpoint-1" / "trainer_state.json").exists()
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_users_accelerator_config_is_kept(tmp_path: Path) -> None:

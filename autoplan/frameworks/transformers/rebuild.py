@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import types
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +61,7 @@ def build_anew(trainer: Any, arguments: Any, *, optimizers: tuple[Any, Any] = (N
             os.environ.pop(name, None)
     if not arguments.fsdp:
         os.environ.pop(FSDP_VARIABLE, None)
+    on_termination = signal.getsignal(signal.SIGTERM)
     made: Any = object.__new__(type(trainer))
     Trainer.__init__(
         made,
@@ -74,15 +76,19 @@ def build_anew(trainer: Any, arguments: Any, *, optimizers: tuple[Any, Any] = (N
         optimizers=optimizers,
         preprocess_logits_for_metrics=trainer.preprocess_logits_for_metrics,
     )
+    if signal.getsignal(signal.SIGTERM) is not on_termination:  # enable_jit_checkpoint: the old callback has its own
+        signal.signal(signal.SIGTERM, on_termination)
     for name, value in vars(trainer).items():
         if name not in BUILT_ANEW:
             setattr(made, name, of_another(value, trainer, made))
     made.model_init = None  # it would make another model when train() begins
     made.callback_handler.callbacks = list(trainer.callback_handler.callbacks)
     for callback in made.callback_handler.callbacks:
-        for name, value in list(vars(callback).items()):
-            if (new := of_another(value, trainer, made)) is not value:
-                vars(callback)[name] = new
+        manager = vars(callback).get("jit_manager")  # it saves the Trainer that it holds
+        for holder in (callback,) if manager is None else (callback, manager):
+            for name, value in list(vars(holder).items()):
+                if (new := of_another(value, trainer, made)) is not value:
+                    vars(holder)[name] = new
     reference = getattr(trainer, "ref_model", None)
     if reference is not None and made.accelerator.mixed_precision != "no":
         made.ref_model = made.accelerator.prepare_model(reference, evaluation_mode=True)
