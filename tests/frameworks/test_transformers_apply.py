@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -32,7 +33,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.sources import spec_from_objects
 from tests.recorded import make_plan
-from tests.strategies.tiny_trainers import OwnLoss, llama_trainer, summed_loss, t5_trainer, vit_trainer
+from tests.strategies.tiny_trainers import OwnLoss, arguments, llama_trainer, summed_loss, t5_trainer, vit_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 FP32 = 5e-5
@@ -79,6 +80,98 @@ def test_the_new_trainer_trains_the_same(make: Callable[[Path], Any], tmp_path: 
     assert divided == (make is t5_trainer), said
     pairs = zip(as_it_was, trained(made), strict=True)
     assert max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-6)) for a, b in pairs) < FP32
+
+
+class Net(nn.Module):
+    """Its batches have no labels that the Trainer can count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.layer = nn.BatchNorm1d(3).eval(), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        off = self.layer(x)[:, 0] - y
+        return {"loss": off.square().mean(), "off": off}
+
+
+class Divided(Trainer):
+    """Says that its loss is divided."""
+
+    loss_is_scaled_for_ga = True
+
+
+class DividesItself(Divided):
+    """And divides it."""
+
+    def compute_loss(self, *given: Any, **options: Any) -> Any:
+        return super().compute_loss(*given, **options) / self.current_gradient_accumulation_steps
+
+
+def squares(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    return outputs["off"].square().mean()
+
+
+def with_boxes(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """As for the detection of objects: labels are a list."""
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")}
+    return {**batch, "labels": [{"boxes": torch.zeros(1, 4)} for _ in samples]}
+
+
+def unlabelled(folder: Path, kind: Any = Trainer, accumulation: int = 1, **parts: Any) -> Any:
+    """One step of 8 samples by SGD."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(32, 4, generator=generator)
+    return kind(
+        model=Net(),
+        args=arguments(
+            folder,
+            optim="sgd",
+            max_steps=1,
+            max_grad_norm=0.0,
+            warmup_steps=0,
+            weight_decay=0.0,
+            per_device_train_batch_size=8 // accumulation,
+            gradient_accumulation_steps=accumulation,
+        ),
+        train_dataset=[{"x": row[:3], "y": row[3]} for row in rows],
+        **parts,
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({}, False),
+        ({"compute_loss_func": squares}, True),
+        ({"compute_loss_func": squares, "data_collator": with_boxes}, True),
+        ({"kind": Divided}, True),
+        ({"kind": DividesItself}, False),
+    ],
+    ids=["by the Trainer", "compute_loss_func", "labels in a list", "by nobody", "by itself"],
+)
+def test_a_loss_without_items_does_not_grow_with_accumulation(parts: Any, said: bool, tmp_path: Path) -> None:
+    as_it_was = trained(unlabelled(tmp_path, **parts))
+    trainer = unlabelled(tmp_path, **parts)
+    made, texts = apply(plan_for(trainer), trainer)
+    assert made.args.gradient_accumulation_steps == 4
+    assert any("loss_is_scaled_for_ga = False" in text for text in texts) == said, texts
+    for now, before in zip(trained(made), as_it_was, strict=True):
+        torch.testing.assert_close(now, before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_without_items_that_nothing_can_divide_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload: Any = autoplan.from_trainer(unlabelled(tmp_path, accumulation=2, compute_loss_func=squares))
+    with pytest.raises(WorkloadError, match="gradients are up to 2 times"):
+        workload.loss.check(workload.build_model(), workload.make_batch(2, 0))
+    trainer = unlabelled(tmp_path, compute_loss_func=squares)
+    plan = plan_for(trainer)
+    monkeypatch.delattr(Trainer, "loss_is_scaled_for_ga")  # as older ones are
+    with pytest.raises(PlanError, match="nothing divides the loss of Trainer") as raised:
+        apply(plan, trainer)
+    assert "fix={'micro_batch': 8}" in raised.value.hint
 
 
 def test_callbacks_and_arguments_are_carried_over(tmp_path: Path) -> None:

@@ -69,6 +69,20 @@ def not_scaled(folder: Path, **changes: Any) -> Any:
     return trainer
 
 
+def without_items(folder: Path, **changes: Any) -> Any:
+    """The same, of a model that is not asked to divide: nothing is counted."""
+    trainer = llama_trainer(folder, OneMean, **changes)
+    trainer.model_accepts_loss_kwargs = False
+    return trainer
+
+
+def of_a_rank(folder: Path, **changes: Any) -> Any:
+    """With the arguments of a rank, which has its share of the global batch; its one step is a share of an epoch."""
+    share = changes["per_device_train_batch_size"] // (dist.get_world_size() if dist.is_initialized() else 1)
+    epochs = {"max_steps": -1, "num_train_epochs": 1 / 8}
+    return llama_trainer(folder, **changes | epochs | {"per_device_train_batch_size": share})
+
+
 class OneMean(Trainer):
     """Its model's loss is a mean over samples, each of one label, and no item is divided by."""
 
@@ -90,11 +104,15 @@ KINDS: dict[str, Callable[..., Any]] = {
         folder, **changes, average_tokens_across_devices=False
     ),
     "means of samples": not_scaled,
+    "means without items": without_items,
+    "arguments of a rank": of_a_rank,
     "a part": lambda folder, **changes: llama_trainer(folder, MeanWithinRanks, **changes),
     "items of its own": lambda folder, **changes: llama_trainer(folder, ItemsOfOwn, **changes),
 }
 REFUSED = {"a part": "divides only a part", "items of its own": "does not add up to that of one process"}
-CORRECTED = {"mean": "2", "sum over items": "2", "means of samples": "0.5"}
+CORRECTED = {"mean": "2", "sum over items": "2", "means of samples": "0.5", "means without items": "0.5"}
+OF_ONE_PART = ("means of samples", "means without items", "items of its own")
+"""Kinds whose rank has one micro-batch a step."""
 
 
 def _without_batch(changes: dict[str, Any]) -> dict[str, Any]:
@@ -133,9 +151,7 @@ def on_two_ranks(training_zygote: Zygote, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("ranks")
     for kind, make in KINDS.items():
         spec = spec_from_objects(autoplan.from_trainer(make(folder / "output", **PLAIN_STEP)))
-        config = TrainingConfig(
-            micro_batch=4 if kind in ("means of samples", "items of its own") else 2, dp_replicate=2
-        )
+        config = TrainingConfig(micro_batch=4 if kind in OF_ONE_PART else 2, dp_replicate=2)
         make_plan(config, workload=spec, training=None).save(folder / f"{kind}.json")
     name = "tests.frameworks.test_transformers_ranks:in_rank"
     training_zygote.run(Task(target=name, args=(folder,), ranks=2, total_deadline_s=150.0)).check()

@@ -12,7 +12,7 @@ import dataclasses
 import importlib.metadata
 import os
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -88,9 +88,9 @@ def apply_plan(plan: PlanRecord, trainer: Any, *parts: Any, changed_ok: bool = F
     if not changed_ok:
         refuse_other_training(plan, optimizer, trainer.model, workload=workload)
     refuse_other_batch_size(trainer, plan.config.micro_batch)
-    divide = _is_undivided(plan, trainer, workload)
+    divisor = _missing_divisor(plan, trainer, workload)
     on_ranks = plan.config.dp == plan.config.world_size > 1
-    times = missing_factor(trainer, workload, divide=divide) if on_ranks else 1.0
+    times = missing_factor(trainer, workload, divide=divisor == "items") if on_ranks else 1.0
     arguments, not_carried = _arguments(plan, trainer)  # from here on, accelerate has no state for the old Trainer
     not_carried += _prepare_model(plan, trainer, workload)
     switch_on(trainer.model, plan.config, plan.device)
@@ -101,19 +101,7 @@ def apply_plan(plan: PlanRecord, trainer: Any, *parts: Any, changed_ok: bool = F
         )
         if trainer.lr_scheduler is not None:
             follow(trainer.lr_scheduler, made.lr_scheduler, "trainer.train()")
-    if divide:
-        divide_loss(made, workload.loss, times=times)
-        said.append(
-            "the model's loss is a mean that does not divide by num_items_in_batch; the new Trainer divides it, so "
-            f"that its {plan.config.accumulation(plan.workload.global_batch)} micro-batches add up to the same loss"
-        )
-    elif times != 1:
-        multiply_loss(made, times)
-    if times != 1:
-        said.append(
-            f"on {plan.config.dp} ranks compute_loss of {type(trainer).__name__} makes gradients {1 / times:.3g} times "
-            f"those of one process; the new Trainer multiplies the loss by {times:.3g}"
-        )
+    said += _correct_loss(plan, made, workload, divisor, times)
     if plan.config.dp > 1 and getattr(trainer.args, COUNTS_ALL_RANKS, True) is False:
         said.append(
             f"{COUNTS_ALL_RANKS} is on: without it a step is a mean of the ranks' means, not that of one process"
@@ -261,26 +249,75 @@ def own_accelerator_config(config: Any, values: dict[str, Any]) -> Any:
     return own
 
 
-def _is_undivided(plan: PlanRecord, trainer: Any, workload: Workload) -> bool:
-    """Whether nothing divides the loss by the number of items, where several micro-batches make that matter.
+def _missing_divisor(plan: PlanRecord, trainer: Any, workload: Workload) -> Literal["items", "accumulation"] | None:
+    """What the new Trainer has to divide its loss by, where nothing does and several micro-batches make that matter.
 
     Raises:
-        PlanError: a part of it is divided.
+        PlanError: a part of the loss is divided; or it has no items, and this version of transformers cannot divide it.
     """
-    if plan.config.accumulation(plan.workload.global_batch) * plan.config.dp == 1:
-        return False
+    from transformers import Trainer
+
+    accumulation = plan.config.accumulation(plan.workload.global_batch)
+    if accumulation * plan.config.dp == 1:
+        return None
     assert isinstance(workload.loss, TrainerLoss), "read_training makes it"
     with seeded(0), buffers_kept(trainer.model), as_one_process():
         batch = move_batch(workload.make_batch(2, 0), device_of(trainer.model))
         divided = workload.loss.divided(trainer.model, batch)
-    if divided != "part":
-        return divided == "nothing"
-    raise PlanError(
-        f"the loss of {type(trainer).__name__} divides only a part by num_items_in_batch, and a step of the plan adds "
-        "the losses of several micro-batches: the other part would grow with them",
-        hint="Divide all of it by num_items_in_batch in compute_loss, or search with the micro-batch of a whole step: "
-        f"fix={{'micro_batch': {plan.workload.global_batch}}}.",
-    )
+    whole = f"search with the micro-batch of a whole step: fix={{'micro_batch': {plan.workload.global_batch}}}."
+    if divided == "part":
+        raise PlanError(
+            f"the loss of {type(trainer).__name__} divides only a part by num_items_in_batch, and a step of the plan "
+            "adds the losses of several micro-batches: the other part would grow with them",
+            hint=f"Divide all of it by num_items_in_batch in compute_loss, or {whole}",
+        )
+    if divided != "nothing":
+        return None
+    if workload.loss.has_items(batch):
+        return "items"
+    if accumulation == 1:  # DDP takes the mean over ranks
+        return None
+    if not hasattr(Trainer, "loss_is_scaled_for_ga"):
+        raise PlanError(
+            f"nothing divides the loss of {type(trainer).__name__}, which has no labels to count, and a step of the "
+            f"plan adds the losses of {accumulation} micro-batches: its gradients would grow with them",
+            hint=f"Update transformers: a newer Trainer can divide it (loss_is_scaled_for_ga). Or {whole}",
+        )
+    return "accumulation"
+
+
+def _correct_loss(plan: PlanRecord, made: Any, workload: Workload, divisor: str | None, times: float) -> list[str]:
+    """Has the new Trainer divide its loss and multiply it by what is missing; returns what is said of that.
+
+    Args:
+        plan: The plan.
+        made: The new Trainer.
+        workload: The training as it was read.
+        divisor: See `_missing_divisor`.
+        times: See `missing_factor`.
+    """
+    said = []
+    accumulation = plan.config.accumulation(plan.workload.global_batch)
+    if divisor == "items":
+        divide_loss(made, workload.loss, times=times)
+        said.append(
+            "the model's loss is a mean that does not divide by num_items_in_batch; the new Trainer divides it, so "
+            f"that its {accumulation} micro-batches add up to the same loss"
+        )
+    elif times != 1:
+        multiply_loss(made, times)
+    if divisor == "accumulation":
+        made.loss_is_scaled_for_ga = False
+        said.append(
+            "the loss is a mean that nothing divides, without labels to count; the new Trainer divides it by its "
+            f"{accumulation} micro-batches (loss_is_scaled_for_ga = False)"
+        )
+    if times != 1:
+        said.append(
+            f"on {plan.config.dp} ranks compute_loss of {type(made).__name__} makes gradients {1 / times:.3g} times "
+            f"those of one process; the new Trainer multiplies the loss by {times:.3g}"
+        )
+    return said
 
 
 def _prepare_model(plan: PlanRecord, trainer: Any, workload: Workload) -> list[str]:

@@ -146,6 +146,11 @@ class TrainerLoss:
         items = self.parts._get_num_items_in_batch([inputs], torch.device("cpu"))
         return samples if items is None or not is_scaled(self.parts, items) else int(items)
 
+    def has_items(self, batch: Batch) -> bool:
+        """Whether the Trainer counts the items of such a batch: it has labels that are one tensor."""
+        inputs, _ = inputs_of(batch)
+        return self.parts._get_num_items_in_batch([inputs], torch.device("cpu")) is not None
+
     def check(self, model: nn.Module, batch: Batch) -> None:
         """Looks, on a few samples, at what the Trainer's own step makes of several micro-batches.
 
@@ -173,21 +178,28 @@ class TrainerLoss:
         With 2**20 times as many items, what is divided is as good as gone, and what is left is not divided. Losses and
         gradients are compared: a term that is 0 at the start may have a gradient.
 
+        Where the Trainer counts no items, and takes the loss as divided all the same, the loss can divide by the
+        accumulation alone: then that is 2**20 times as many.
+
         Args:
             model: In training mode, on its device.
             batch: A few samples, on the same device.
         """
         inputs, _ = inputs_of(batch)
-        parts = attach(self.parts, model, _device_of(inputs))
+        parts = copy.copy(self.parts)
+        parts.args = copy.copy(parts.args)
+        attach(parts, model, _device_of(inputs))
         items = parts._get_num_items_in_batch([inputs], parts.accelerator.device)
-        if items is None or not is_scaled(parts, items) or not int(items):
+        if not is_scaled(parts, items) or (items is not None and not int(items)):
             return None
         trained = trainable(model)
         sizes = []
         for times in (1, 1 << 20):
             seed_generators(0)
+            if items is None:
+                parts.current_gradient_accumulation_steps = parts.args.gradient_accumulation_steps = times
             with torch.enable_grad(), without_own_checkpointing(own_checkpointing(model)):
-                loss = parts.compute_loss(model, dict(inputs), **{DIVIDES_BY: items * times})
+                loss = parts.compute_loss(model, dict(inputs), **({} if items is None else {DIVIDES_BY: items * times}))
                 gradients = torch.autograd.grad(loss, trained, allow_unused=True)
             norms = [float(torch.linalg.vector_norm(one.float())) for one in gradients if one is not None]
             sizes.append((abs(float(loss.detach())), math.hypot(*norms)))

@@ -147,7 +147,7 @@ def divide_loss(trainer: Any, loss: Any, *, times: float = 1.0) -> None:
         loss: The TrainerLoss of its workload, which counts the items of a micro-batch.
         times: The loss is multiplied by it as well.
     """
-    _scale(trainer, lambda inputs, items: times * loss.count(inputs) / items)
+    _scale(trainer, lambda inputs, items: times if items is None else times * loss.count(inputs) / items)
 
 
 def multiply_loss(trainer: Any, times: float) -> None:
@@ -167,7 +167,7 @@ def _scale(trainer: Any, factor: Callable[[Any, Any], Any]) -> None:
     def compute_loss(
         model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **options: Any
     ) -> Any:
-        if num_items_in_batch is None or return_outputs:  # an evaluation
+        if return_outputs or not model.training:  # an evaluation
             return own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **options)
         scale = factor(inputs, num_items_in_batch)  # before compute_loss takes the labels out
         return own(model, inputs, num_items_in_batch=num_items_in_batch, **options) * scale
