@@ -41,14 +41,18 @@ class LightningArguments:
     plugin_options: dict[str, Any]
     not_carried: tuple[str, ...]
 
-    def make(self) -> dict[str, Any]:
-        """The keyword arguments of a lightning.Trainer with their objects; imports Lightning."""
+    def make(self, package: str = "lightning.pytorch") -> dict[str, Any]:
+        """The keyword arguments of a lightning.Trainer with their objects; imports Lightning.
+
+        Args:
+            package: Whose Trainer it is: lightning.pytorch or pytorch_lightning.
+        """
         made = dict(self.values)
         if self.strategy:
-            strategies = importlib.import_module("lightning.pytorch.strategies")
+            strategies = importlib.import_module(f"{package}.strategies")
             made["strategy"] = getattr(strategies, self.strategy)(**self.strategy_options)
         if self.plugin_options:
-            plugins = importlib.import_module("lightning.pytorch.plugins")
+            plugins = importlib.import_module(f"{package}.plugins")
             made["plugins"] = [plugins.MixedPrecision(**self.plugin_options)]
         return made
 

@@ -37,7 +37,8 @@ class BatchNormStrategy:
         hint = "Use batch_norm=own: each rank then normalises its own micro-batches, as accumulation does."
         check_applies(build.config, self.name, reason_against_sync(build.model, build.device.type), hint)
         axis = "dp_replicate" if build.config.dp_replicate > 1 else "dp_shard"
-        synchronise(build.model, build.mesh.get_group(axis))
+        group = None if build.mesh is None else build.mesh.get_group(axis)  # None, for another trainer: all its ranks
+        synchronise(build.model, group)
 
 
 def training_norms(model: nn.Module) -> dict[str, nn.Module]:

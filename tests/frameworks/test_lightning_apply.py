@@ -1,5 +1,6 @@
 """plan.apply_to of a LightningModule: what its Trainer counts in batches, and what no argument of it says."""
 
+import sys
 import types
 import warnings
 
@@ -60,8 +61,8 @@ def trainer_of(**more):
     return types.SimpleNamespace(**(given | more))
 
 
-def module_of(kind=LikeLightning, **options):
-    base = type("LightningModule", (kind,), {"__module__": "lightning.pytorch.core.module"})
+def module_of(kind=LikeLightning, package="lightning.pytorch", **options):
+    base = type("LightningModule", (kind,), {"__module__": f"{package}.core.module"})
     return type("Mine", (base,), {})(**options)
 
 
@@ -137,6 +138,31 @@ def test_a_schedule_by_batches_is_said_where_the_accumulation_is_another(frequen
         assert "frequency" not in said(settings) + warned
     else:
         assert f"give {words}" in said(settings) and f"give {words}" in warned
+
+
+class Normed(Constant):
+    """With BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def training_step(self, batch, batch_idx):
+        return ((self.layer(self.norm(batch[0])) - batch[1]) ** 2).mean()
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_plan_of_several_gpus_has_the_strategy_of_the_modules_own_package(package, monkeypatch):
+    strategy = object()
+    strategies = types.SimpleNamespace(DDPStrategy=lambda **options: strategy)
+    monkeypatch.setitem(sys.modules, f"{package}.strategies", strategies)
+    module, data = module_of(Normed, package), points()
+    config = TrainingConfig(micro_batch=2, dp_replicate=2, batch_norm="sync")
+    spec = spec_from_objects(read_module(module, data).workload)
+    settings = make_plan(config, workload=spec, training=None, device="cuda").apply_to(module, data)
+    assert settings.trainer_arguments["strategy"] is strategy
+    assert settings.trainer_arguments["sync_batchnorm"] is True
+    assert type(module.norm) is torch.nn.SyncBatchNorm
 
 
 class Language(Constant):

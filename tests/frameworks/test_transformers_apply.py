@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import autoplan
 from autoplan.errors import PlanError, WorkloadError
-from autoplan.frameworks.transformers.apply import own_accelerator_config
+from autoplan.frameworks.transformers.apply import _prepare_model, own_accelerator_config
 from autoplan.planner.plan.key_tables import pick_table
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import compiles_in_place, plan_values
@@ -172,6 +172,15 @@ def test_a_loss_without_items_that_nothing_can_divide_is_refused(
     with pytest.raises(PlanError, match="nothing divides the loss of Trainer") as raised:
         apply(plan, trainer)
     assert "fix={'micro_batch': 8}" in raised.value.hint
+
+
+def test_batch_norm_over_ranks_in_a_model_that_comes_in_evaluation_mode(tmp_path: Path) -> None:
+    trainer = unlabelled(tmp_path)
+    workload = autoplan.from_trainer(trainer)
+    config = TrainingConfig(micro_batch=4, dp_replicate=2, batch_norm="sync")
+    plan = make_plan(config, workload=spec_from_objects(workload), training=None, device="cuda")
+    _prepare_model(plan, trainer, workload)
+    assert type(trainer.model.norm) is nn.SyncBatchNorm and trainer.model.norm.training
 
 
 def test_callbacks_and_arguments_are_carried_over(tmp_path: Path) -> None:

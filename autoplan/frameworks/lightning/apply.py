@@ -20,6 +20,7 @@ from autoplan.planner.plan.prepare import check_training, refuse_other_training
 from autoplan.planner.records.plan import PlanRecord
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import apply_to_model
+from autoplan.strategies.workloads.frameworks import LIGHTNING_MODULES, class_names
 from autoplan.strategies.workloads.loops.mean_loss import CountLabels
 from autoplan.strategies.workloads.optimizers import trainable
 from autoplan.strategies.workloads.workload import Workload
@@ -104,11 +105,17 @@ def apply_plan(
     left = tuple(text for text in left if not text.startswith(("offload=", "kernels=")))  # the arguments say it
     setting = setting_of(plan)
     return LightningSettings(
-        arguments.make() | counts,
+        arguments.make(package_of(module)) | counts,
         config.micro_batch,
         tuple(dict.fromkeys((*unscaled, *frequency, *mean, *arguments.not_carried, *left))),
         {} if setting is None else setting.arguments,
     )
+
+
+def package_of(module: Any) -> str:
+    """The package of a LightningModule: lightning.pytorch or pytorch_lightning, whose objects do not go together."""
+    base = next(name for name in class_names(module) if name in LIGHTNING_MODULES)
+    return base.removesuffix(".core.module.LightningModule")
 
 
 def rescaled_counts(reading: ModuleReading, trainer: Any, config: TrainingConfig) -> tuple[dict[str, int], list[str]]:

@@ -325,6 +325,8 @@ def _prepare_model(plan: PlanRecord, trainer: Any, workload: Workload) -> list[s
     config, model = plan.config, trainer.model
     if config.compile != "off":
         use_own_cache()
+    if config.batch_norm == "sync":
+        model.train()  # as each step does: a BatchNorm in evaluation mode trains too
     build = Build(
         workload=workload,
         config=config,

@@ -34,6 +34,22 @@ def test_a_cpu_refuses_it_and_says_what_to_do():
     assert "batch_norm=own" in (raised.value.hint or "")
 
 
+def test_ranks_that_another_trainer_starts_share_statistics_in_the_default_group():
+    workload = classifier(norm=True, fixed_micro_batch=4)
+    model = workload.build_model()
+    build = Build(
+        workload=workload,
+        config=TrainingConfig(micro_batch=4, dp_replicate=2, batch_norm="sync"),
+        device=torch.device("cuda"),
+        model=model,
+        module=TrainingModule(model, workload.loss),
+        structure=find_structure(model),
+    )
+    BatchNormStrategy().apply(build)
+    found = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    assert {(type(norm), norm.process_group) for norm in found} == {(nn.SyncBatchNorm, None)}
+
+
 def test_it_is_offered_on_cuda_where_there_is_batch_norm_and_never_searched():
     normed, plain = classifier(norm=True, fixed_micro_batch=4), language()
     offered = [
