@@ -126,6 +126,8 @@ def apply_to_loop(
             head=workload.head,
         )
         beside = {name: getattr(workload, name) for name in ("count", "fixed_micro_batch", "seed")}
+        if plan.workload.options.get("fixed_micro_batch") is not None:  # given to the search: the plan says it
+            del beside["fixed_micro_batch"]
         run = prepare_plan(plan, read, changed_ok=changed_ok, read=beside)
     follow(plain_optimizer(optimizer), run.optimizer, "run.step(batch)")
     schedule = plain_schedule(settings.get("schedule"))

@@ -279,8 +279,12 @@ def _without_mixed_precision(model: nn.Module) -> nn.Module:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether a BatchNorm of the model trains: then a loop's batch size is part of what it trains."""
-    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+    """Whether a BatchNorm of the model trains: then a loop's batch size is part of what it trains.
+
+    As `enter_training_mode` has it: of a model in evaluation mode as a whole, everything trains.
+    """
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return any(norm.training or not model.training for norm in norms)
 
 
 def _gradient_state(part: Any) -> Any:

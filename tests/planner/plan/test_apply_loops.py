@@ -62,6 +62,21 @@ def test_clipping_of_the_search_is_kept_and_another_one_is_refused() -> None:
     assert plan.apply_to(*parts_of(), max_grad_norm=None, changed_ok=True).run.workload.max_grad_norm is None
 
 
+@pytest.mark.parametrize("first", [nn.BatchNorm1d(12), nn.Identity()])
+def test_a_micro_batch_that_was_fixed_for_the_search_is_kept(first: nn.Module) -> None:
+    """The loop fixes another one, or none."""
+    model = nn.Sequential(first, nn.Linear(12, 3))
+    loader: Any = DataLoader(Points(32), batch_size=8)
+    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), loader, nn.CrossEntropyLoss()
+    workload = autoplan.from_loop(*parts)
+    assert workload.fixed_micro_batch == (8 if isinstance(first, nn.BatchNorm1d) else None)
+    spec = spec_from_objects(workload)
+    spec = spec.model_copy(update={"options": dict(spec.options) | {"fixed_micro_batch": 4}})
+    run, batches = make_plan(TrainingConfig(micro_batch=4), workload=spec, training=None).apply_to(*parts)
+    assert run.workload.fixed_micro_batch == 4
+    assert torch.isfinite(run.step(next(iter(batches))).loss)
+
+
 def test_parts_may_be_given_by_name_as_to_the_search() -> None:
     model, optimizer, loader, loss = parts_of()
     plan = plan_of((model, optimizer, loader, loss))

@@ -163,6 +163,14 @@ def test_batches_of_equal_weight_are_what_accumulation_of_means_trains() -> None
     assert worst_difference(other, wanted) > 10 * worst_difference(got, wanted)
 
 
+@pytest.mark.parametrize(("resting", "fixed"), [("all", 8), ("the norm", None)])
+def test_batch_norm_in_a_model_that_comes_in_evaluation_mode_trains(resting: str, fixed: int | None) -> None:
+    model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    (model if resting == "all" else model[1]).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert read_loop(model, optimizer, loader_of(Points(), 8), cross_entropy).fixed_micro_batch == fixed
+
+
 def test_batch_norm_keeps_the_loops_own_batches() -> None:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
