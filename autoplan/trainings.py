@@ -117,7 +117,8 @@ def _refuse(given: dict[str, Any], why: str) -> None:
 
 def allowed_precisions(fix: Mapping[str, Any] | None, bound: Mapping[str, Any] | None) -> tuple[str, ...]:
     """The precisions besides fp32 that the user names: around a step, no other is tried."""
-    named = [(fix or {}).get("precision"), (bound or {}).get("precision")]
+    bounded = (bound or {}).get("precision")
+    named = [(fix or {}).get("precision"), getattr(bounded, "values", bounded)]  # a Bound has its values
     texts = [text for value in named if value for text in (value.split(",") if isinstance(value, str) else value)]
     return tuple(dict.fromkeys(str(text).strip() for text in texts if str(text).strip() != "fp32"))
 

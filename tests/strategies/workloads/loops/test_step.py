@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import autoplan
 from autoplan.errors import WorkloadError
 from autoplan.planner.parity.step_losses import compare_losses
 from autoplan.probes.run import read_host_profile
@@ -18,7 +19,7 @@ from autoplan.strategies.inspect import inspect_workload
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.loops.step import read_step
 from autoplan.strategies.workloads.objects import spec_from_objects, unpack
-from autoplan.trainings import read_parts
+from autoplan.trainings import allowed_precisions, read_parts
 from tests.strategies.loops import Points, Regressor
 
 
@@ -82,6 +83,11 @@ def test_only_what_is_around_a_step_is_offered() -> None:
         assert facts.knob("micro_batch").values == (16,)
         assert facts.step_s is not None and facts.step_s > 0 and facts.training is None
         assert {left.knob for left in facts.knob("optimizer_step").left_out} == {"optimizer_step"}
+
+
+@pytest.mark.parametrize("bound", ["fp32, bf16", ["fp32", "bf16"], autoplan.Bound(values=("fp32", "bf16"))])
+def test_the_precisions_that_a_bound_names_are_allowed(bound: Any) -> None:
+    assert allowed_precisions(None, {"precision": bound}) == ("bf16",)
 
 
 def test_parity_of_a_step_compares_losses_and_says_that_it_sees_no_more() -> None:
