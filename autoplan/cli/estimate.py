@@ -82,7 +82,7 @@ def estimate_command(
         input_tokens_per_s=input_rate,
         top=top,
         rows=rows,
-        out=out if rows is not None else None,
+        out=out if rows is not None or anchor is not None else None,
         calibrate=calibrate,
         anchor=anchor,
     )

@@ -142,7 +142,8 @@ def _training(document: dict[str, Any], screen: Console) -> None:
         f"\n{_tokens(training['tokens'])} {_unit(document)}: {training['steps']:,} steps, {training['days']:.1f} days "
         f"({training['days_low']:.1f} to {training['days_high']:.1f}), {training['gpu_hours']:,.0f} GPU hours",
     )
-    show_rent(document["rent"], screen)
+    if document["rent"] is not None:  # an anchor gives none
+        show_rent(document["rent"], screen)
 
 
 def _layouts(best: list[dict[str, Any]], unit: str, screen: Console) -> None:

@@ -285,6 +285,17 @@ def test_bad_anchors_are_refused_with_what_to_do(plan: Plan, tmp_path: Path) -> 
         assert isinstance(caught.value, AutoplanError) and caught.value.hint
 
 
+def test_an_anchor_says_how_long_it_takes_and_refuses_the_page_of_what_to_rent_at_once(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, page = plan.save(tmp_path / "plan.json"), tmp_path / "rent.html"
+    estimate_command(anchor=path, cluster="2xhere", tokens="2e9")
+    assert "2B tokens: 1,953,125 steps" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="an anchor does not go with out"):
+        estimate_command(anchor=path, cluster="2xhere", tokens="2e9", out=page)
+    assert not capsys.readouterr().out and not page.exists()
+
+
 def test_cores_are_of_cpus_alone_and_files_may_say_here(plan: Plan, tmp_path: Path) -> None:
     links: dict[str, float | None] = {}
     assert read_target(plan, "4xhere:16", links).cores == 16
