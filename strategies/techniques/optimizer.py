@@ -18,7 +18,7 @@ from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.config import OPTIMIZER_FLAGS
 from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.techniques.rounded_steps import held_by, reason_against_8bit, with_rounding
-from autoplan.strategies.workloads.optimizers import rebuild, trainable
+from autoplan.strategies.workloads.optimizers import has_own_step, rebuild, trainable
 from autoplan.strategies.workloads.workload import Workload
 
 
@@ -30,7 +30,8 @@ class OptimizerStrategy:
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
         """The forms that the optimizer's class takes and the device has."""
         optimizer = workload.build_optimizer(trainable(structure.model))
-        reasons = {value: reason_against(type(optimizer), value, device) for value in OPTIMIZER_FLAGS}
+        replaced = "its step was replaced on the instance" if has_own_step(optimizer) else None
+        reasons = {value: replaced or reason_against(type(optimizer), value, device) for value in OPTIMIZER_FLAGS}
         return offer(self.name, ("own",), reasons)
 
     def apply(self, build: Build) -> None:
@@ -38,7 +39,7 @@ class OptimizerStrategy:
 
         Raises:
             ConfigError: the optimizer's class has no such form.
-            WorkloadError: nothing trains, or the optimizer holds parameters of another model.
+            WorkloadError: nothing trains, the optimizer holds parameters of another model, or its step was replaced.
         """
         parameters = trainable(build.model)
         if not parameters:

@@ -184,6 +184,14 @@ def hooks_note(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list
     return notes
 
 
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step was replaced on the instance, by something else than a schedule."""
+    kind = getattr(type(optimizer), "_view_of", type(optimizer))
+    own = vars(optimizer).get("step")
+    inner = getattr(own, "__wrapped__", None) if hasattr(own, "_wrapped_by_lr_sched") else own
+    return kind is type(optimizer) and inner is not None and inner is not kind.step
+
+
 def unpatched(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """A copy of an optimizer that shares its groups, its state and all that it has, with the step of its class.
 
@@ -193,9 +201,7 @@ def unpatched(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         WorkloadError: its step was replaced on the instance, by something else than a schedule.
     """
     kind = getattr(type(optimizer), "_view_of", type(optimizer))
-    own = vars(optimizer).get("step")
-    inner = getattr(own, "__wrapped__", None) if hasattr(own, "_wrapped_by_lr_sched") else own
-    if kind is type(optimizer) and inner is not None and inner is not kind.step:
+    if has_own_step(optimizer):
         raise WorkloadError(
             f"the step of the optimizer ({kind.__name__}) was replaced on this instance, and a plan makes it anew",
             hint="Do the same in a subclass, or with register_step_pre_hook and register_step_post_hook.",
@@ -274,7 +280,12 @@ def _make_over(
 
 
 def rebuild(optimizer: torch.optim.Optimizer, flags: dict[str, bool]) -> torch.optim.Optimizer:
-    """The same optimizer, not stepped yet, with other flags: same class, groups and hyper-parameters."""
+    """The same optimizer, not stepped yet, with other flags: same class, groups, hyper-parameters and hooks.
+
+    Raises:
+        WorkloadError: its step was replaced on the instance.
+    """
+    optimizer = unpatched(optimizer)
     kind = type(optimizer)
     taken = inspect.signature(kind).parameters
     flags = {name: value for name, value in flags.items() if name in taken}
@@ -282,7 +293,21 @@ def rebuild(optimizer: torch.optim.Optimizer, flags: dict[str, bool]) -> torch.o
         {key: value for key, value in group.items() if key not in OPTIMIZER_FLAGS} for group in optimizer.param_groups
     ]
     make: Any = kind
-    return make(groups, **(constructor_options(optimizer) | flags))
+    made: torch.optim.Optimizer = make(groups, **(constructor_options(optimizer) | flags))
+    _keep_hooks(optimizer, made)
+    return made
+
+
+def _keep_hooks(optimizer: torch.optim.Optimizer, made: torch.optim.Optimizer) -> None:
+    """Gives an optimizer that was made anew the hooks of the first, but for those that its constructor registers."""
+    for kind, hooks in vars(optimizer).items():
+        if kind.startswith("_optimizer_") and kind.endswith("_hooks"):
+            anew = getattr(made, kind)
+            names = [getattr(hook, "__qualname__", None) for hook in anew.values()]
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__qualname__", "") in names]:
+                del hooks[key]
+            hooks.update(anew)
+            setattr(made, kind, hooks)  # the same dict, from which the user's handles remove them
 
 
 def with_lasting_schedule(workload: Workload) -> Workload:

@@ -231,6 +231,53 @@ def test_optimizer_forms_keep_groups_and_hyper_parameters():
         assert made.param_groups[0]["params"][0] is model.weight
 
 
+def test_optimizer_forms_keep_hooks():
+    """Those of the user; the hook that a constructor registers is that of the new object alone."""
+    calls, handles = [], []
+
+    class CountsItself(torch.optim.AdamW):
+        def __init__(self, params, lr=0.1, foreach=None):
+            super().__init__(params, lr=lr, foreach=foreach)
+            self.steps_taken = 0
+            self.register_step_post_hook(self.count)
+
+        def count(self, *_):
+            self.steps_taken += 1
+
+    def build(parameters):
+        optimizer = CountsItself(parameters)
+        handles.append(optimizer.register_step_post_hook(lambda *_: calls.append("step")))
+        optimizer.register_state_dict_pre_hook(lambda *_: calls.append("state"))
+        return optimizer
+
+    workload = classifier(global_batch=2)
+    workload.build_optimizer = build
+    run = prepare(workload, PLAIN.model_copy(update={"optimizer_step": "foreach"}))
+    run.step(workload.make_batch(2, 0))
+    run.optimizer.state_dict()
+    assert calls == ["step", "state"] and run.optimizer.steps_taken == 1
+    handles[-1].remove()
+    run.step(workload.make_batch(2, 1))
+    assert calls == ["step", "state"] and run.optimizer.steps_taken == 2
+
+
+def test_a_step_that_was_replaced_has_no_other_form():
+    def build(parameters):
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        own = optimizer.step
+        optimizer.step = lambda closure=None: own(closure)
+        return optimizer
+
+    workload = classifier(global_batch=2)
+    workload.build_optimizer = build
+    found = next(strategy for strategy in STRATEGIES if strategy.name == "optimizer_step").choices(
+        workload, find_structure(workload.build_model()), make_hardware(), "cpu"
+    )
+    assert found.values == ("own",) and "replaced on the instance" in found.left_out[0].reason
+    with pytest.raises(WorkloadError, match="was replaced on this instance"):
+        prepare(workload, PLAIN.model_copy(update={"optimizer_step": "foreach"}))
+
+
 def test_optimizers_without_the_flag_say_so():
     assert "fused" in (reason_against(torch.optim.Adadelta, "fused", "cpu") or "")
     assert reason_against(torch.optim.Adadelta, "foreach", "cpu") is None
