@@ -232,6 +232,8 @@ def follow(own: Any, live: Any, instead: str) -> None:
         if name.startswith("_optimizer_") and name.endswith("_hooks"):
             hooks.update(getattr(live, name))
             setattr(live, name, hooks)  # the user's own dict, from which the user's handles remove them
+    if isinstance(own, torch.optim.Optimizer):
+        _share_tensors(own, live)
     kind = getattr(type(own), "_view_of", type(own))
     what = "optimizer" if isinstance(own, torch.optim.Optimizer) else "schedule"
 
@@ -247,6 +249,15 @@ def follow(own: Any, live: Any, instead: str) -> None:
     own.__dict__ = live.__dict__
     if what == "optimizer":
         own._opt_called = True  # else a schedule made over it later warns that nothing was stepped before it
+
+
+def _share_tensors(own: torch.optim.Optimizer, live: torch.optim.Optimizer) -> None:
+    """Has an optimizer read the tensors of the user's groups: a program may fill that of its learning rate."""
+    for group, trains in zip(own.param_groups, live.param_groups, strict=False):
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and isinstance(trains.get(key), torch.Tensor):
+                with torch.no_grad():
+                    trains[key] = value.copy_(trains[key])
 
 
 def _refuse_lost_arguments(optimizer: torch.optim.Optimizer, made: torch.optim.Optimizer) -> None:
@@ -276,7 +287,14 @@ def _make_over(
             f"an optimizer over {expected} parameters cannot be made over {len(given)}",
             hint="Hand in a function that makes the optimizer from parameters, not an instance.",
         )
+    groups = [({key: cloned(value) for key, value in rest.items()}, places) for rest, places in groups]
+    options = {name: cloned(value) for name, value in options.items()}
     return kind([{**rest, "params": [given[index] for index in places]} for rest, places in groups], **options)
+
+
+def cloned(value: Any) -> Any:
+    """A copy of a tensor, since a schedule writes into that of a learning rate; anything else as it is."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def rebuild(optimizer: torch.optim.Optimizer, flags: dict[str, bool]) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from autoplan.errors import WorkloadError
-from autoplan.strategies.workloads.optimizers import unpatched
+from autoplan.strategies.workloads.optimizers import cloned, unpatched
 
 ScheduleInterval = Literal["step", "epoch"]
 """When a loop steps its schedule: at each optimizer step, or once at the end of an epoch."""
@@ -153,7 +153,7 @@ def same_schedule(schedule: Any) -> Callable[[torch.optim.Optimizer], Any]:
     """
     optimizer = plain_optimizer(schedule.optimizer)
     without = {id(schedule.optimizer): None, id(optimizer): None}  # it holds the model, and is made anew
-    rates = [(group.get("initial_lr", group["lr"]), group["lr"]) for group in optimizer.param_groups]
+    rates = [(cloned(group.get("initial_lr", group["lr"])), cloned(group["lr"])) for group in optimizer.param_groups]
     return functools.partial(schedule_over, copy.deepcopy(schedule, without), rates)
 
 
@@ -181,7 +181,7 @@ def schedule_over(detached: Any, rates: list[tuple[Any, Any]], optimizer: torch.
         if hasattr(one, "_step_count"):
             one._step_count += 1  # torch warns at a first step whose optimizer it has not patched itself
     for group, (initial, rate) in zip(optimizer.param_groups, rates, strict=True):
-        group["initial_lr"], group["lr"] = initial, rate
+        group["initial_lr"], group["lr"] = cloned(initial), cloned(rate)
     return made
 
 

@@ -13,6 +13,7 @@ from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.optimizers import (
     KeptStates,
     check_optimizer,
+    follow,
     kept_states,
     rebuild,
     rebuild_over,
@@ -93,6 +94,20 @@ def test_torchs_own_are_made_anew(name: str) -> None:
     schedule.step()
     made = rebuild_over(optimizer, own)(parameters())
     assert type(made) is type(optimizer) and made.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_a_learning_rate_that_is_a_tensor_is_read_by_the_optimizer_that_trains() -> None:
+    own, rate = parameters(), torch.tensor(0.5)
+    optimizer = torch.optim.SGD(own, lr=rate)
+    live = rebuild_over(optimizer, own)(own)
+    live.param_groups[0]["lr"].fill_(0.25)
+    assert float(rate) == 0.5, "until then it has one of its own"
+    follow(optimizer, live, "run.step(batch)")
+    assert float(rate) == 0.25
+    rate.fill_(0.125)
+    own[0].grad = torch.ones(3)
+    live.step()
+    assert own[0].tolist() == [0.875] * 3
 
 
 def muon_by_shape(given: Any) -> torch.optim.Optimizer:

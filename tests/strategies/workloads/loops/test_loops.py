@@ -275,6 +275,18 @@ def test_a_schedule_that_ends_within_an_epoch_is_said_without_rates() -> None:
     assert any(said.startswith("the schedule is stepped at each optimizer step, 8 an epoch. ") for said in notes)
 
 
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_learning_rate_that_is_a_tensor_stays_the_loops_own(as_function: bool) -> None:
+    """The note on the schedule steps one, and torch writes into the tensor of a rate."""
+    model, rate = Regressor(), torch.tensor(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    schedule = per_epoch if as_function else per_epoch(optimizer)
+    loader = DataLoader(Points(16), batch_size=8)
+    notes = read_loop(model, optimizer, loader, nn.CrossEntropyLoss(), schedule=schedule).notes
+    assert any("its rate goes from 0.5 to 0.005" in said for said in notes)
+    assert optimizer.param_groups[0]["lr"] is rate and float(rate) == 0.5
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
