@@ -68,7 +68,18 @@ class TrainingRun(Stepper):
                 f"global batch of {self.workload.global_batch} over {self.config.dp} rank(s)",
                 hint="Make the loader's batch size TrainingRun.local_batch; accumulation happens inside step().",
             )
-        return self.optimizer_step(*self.forward_backward(batch))
+        try:
+            return self.optimizer_step(*self.forward_backward(batch))
+        except BaseException:  # out of memory, Ctrl-C: a program may go on
+            self._drop_step()
+            raise
+
+    def _drop_step(self) -> None:
+        """Forgets what there is of a step that did not end, so that it is no part of the next one."""
+        self._clear_gradients()
+        self._gradients_finished = False
+        if self.scaler is not None:  # else unscale_() says at the next step that it was called already
+            self.scaler._per_optimizer_states.pop(id(self.optimizer), None)
 
     @property
     def mesh(self) -> Any:

@@ -190,12 +190,15 @@ class Stepper:
         skipped = self._step_optimizer()
         if self.schedule is not None and not skipped:
             self.schedule.step()
+        self._clear_gradients()
+        self.steps += 1
+        return StepResult(loss=total / count, grad_norm=norm, skipped=skipped)
+
+    def _clear_gradients(self) -> None:
         if self._own_gradients is not None:
             self._own_gradients.clear()
         else:
             self.optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
-        return StepResult(loss=total / count, grad_norm=norm, skipped=skipped)
 
     def _step_optimizer(self) -> bool:
         """Steps the optimizer; returns whether the step was skipped."""

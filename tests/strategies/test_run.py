@@ -264,6 +264,30 @@ def test_a_skipped_fp16_step_moves_neither_schedule_nor_parameters():
     assert all(torch.equal(tensor, before[name]) for name, tensor in run.model.state_dict().items())
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("where", ["backward", "optimizer"])
+def test_a_step_that_did_not_end_is_no_part_of_the_next(precision, where):
+    """Ctrl-C, or out of memory, which a program catches and goes on with its next batch."""
+    runs = [prepare(classifier(), PLAIN.model_copy(update={"precision": precision})) for _ in range(2)]
+    calls = []
+
+    def interrupt():
+        calls.append(where)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    if where == "backward":
+        runs[0].before_micro_steps(interrupt)
+    else:
+        calls += [where] * 2
+        runs[0].observe_gradients(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runs[0].step(runs[0].workload.make_batch(8, 0))
+    losses = [[loss.item() for loss in steps(run, 1, 3)] for run in runs]
+    assert losses[0] == losses[1] and runs[0].steps == runs[1].steps == 2
+    assert all(torch.equal(one, two) for one, two in zip(runs[0].parameters, runs[1].parameters, strict=True))
+
+
 def test_micro_batches_of_batch_norm_are_refused_unless_fixed():
     with pytest.raises(WorkloadError, match="BatchNorm2d") as raised:
         prepare(classifier(norm=True), PLAIN)
