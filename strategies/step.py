@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autoplan.errors import WorkloadError
 from autoplan.strategies.techniques.base import GradientReduction, MicroStepHooks
-from autoplan.strategies.techniques.mesh import agree_on_overflow, local_tensor
+from autoplan.strategies.techniques.mesh import agree_on_overflow, local_tensor, named_parameters
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.training_mode import (
     caching_configs,
@@ -99,6 +100,7 @@ class Stepper:
         self._caching = caching_configs(model) if recomputes else []
         self._own_checkpointing = own_checkpointing(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
     def divisor_of(self, share: float) -> torch.Tensor:
         """The divisor of every backward: the sum of all ranks' shares, for the whole global batch."""
@@ -167,9 +169,16 @@ class Stepper:
             total: This rank's summed loss over all micro-batches.
             count: This rank's count over all micro-batches.
             divisor: What micro_step divided by.
+
+        Raises:
+            WorkloadError: parameters were unfrozen that the optimizer does not step.
         """
         if self._own_gradients is not None:
             self._own_gradients.drop_unused()
+        # FSDP2 makes no gradient of a parameter that was frozen when it was sharded
+        unfrozen = [p for p in self._frozen if p.requires_grad and (p.grad is not None or self._several_ranks)]
+        if unfrozen:
+            self._take_in(unfrozen)
         self.finish_gradients()
         self._gradients_finished = False
         total = self._gradients.sum_over_ranks(total)
@@ -193,6 +202,31 @@ class Stepper:
         self._clear_gradients()
         self.steps += 1
         return StepResult(loss=total / count, grad_norm=norm, skipped=skipped)
+
+    def _take_in(self, unfrozen: list[nn.Parameter]) -> None:
+        """Has parameters train that were unfrozen since the run was made, if the optimizer was given them.
+
+        What exchanges gradients over ranks, records graphs or rounds parameters knows only those that trained then.
+        """
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        rounding = getattr(self.optimizer, "rounding", None)
+        rounds = rounding is not None and rounding.parameters != "own"
+        fixed = self._several_ranks or self._gradients.ranks > 1 or self._own_gradients is not None or rounds
+        ids = {id(parameter) for parameter in unfrozen}
+        if not fixed and ids <= held:
+            self._parameters += unfrozen
+            self._frozen = [parameter for parameter in self._frozen if id(parameter) not in ids]
+            return
+        for parameter in unfrozen:
+            parameter.grad = None  # nothing else clears it
+        names = [name for name, parameter in named_parameters(self.model) if id(parameter) in ids]
+        raise WorkloadError(
+            f"{len(names)} parameter(s) were unfrozen after the run was made, which does not train them: "
+            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}",
+            hint="Make a new run, with an optimizer over them."
+            if fixed
+            else "Give them to the optimizer when you unfreeze them: optimizer.add_param_group({'params': [...]}).",
+        )
 
     def _clear_gradients(self) -> None:
         if self._own_gradients is not None:

@@ -12,8 +12,10 @@ from autoplan.errors import ConfigError, WorkloadError
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.state import place_steps
+from autoplan.strategies.workloads.optimizers import trainable
 from autoplan.strategies.workloads.samples import batches_from_dataset
-from tests.strategies.tiny import GPT2, Pair, classifier, language
+from autoplan.strategies.workloads.workload import LossSum
+from tests.strategies.tiny import GPT2, Classifier, Pair, classifier, image_loss, language, sgd
 
 NO_DROPOUT = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 PLAIN = TrainingConfig(micro_batch=2)
@@ -205,6 +207,58 @@ def test_frozen_parameters_stay_and_stay_out_of_the_optimizer():
         frozen_block = clean.startswith("transformer.h.0.")
         assert (id(parameter) in held) is not frozen_block
         assert torch.equal(parameter, before[clean]) is frozen_block, name
+
+
+def frozen_stem():
+    model = Classifier()
+    model.stem.requires_grad_(False)
+    return model
+
+
+def twice_the_count(model, batch):
+    total, count = image_loss(model, batch)
+    return LossSum(total, 2 * count)
+
+
+def test_parameters_that_are_unfrozen_train_as_in_a_plain_loop_once_the_optimizer_has_them():
+    """The count is not known ahead: gradients are multiplied once more, and clipped."""
+    workload = classifier(max_grad_norm=0.1)
+    workload.build_model, workload.loss = frozen_stem, twice_the_count
+    run = prepare(workload, PLAIN)
+    model = copy.deepcopy(run.model)
+    optimizer = sgd(trainable(model))
+    for index in range(3):
+        batch = workload.make_batch(8, index)
+        if index == 1:
+            for one in (run.model, model):
+                one.stem.requires_grad_(True)
+            with pytest.raises(
+                WorkloadError, match=r"2 parameter\(s\) were unfrozen.*: stem.weight, stem.bias"
+            ) as raised:
+                run.step(batch)
+            assert "add_param_group" in raised.value.hint and run.model.stem.weight.grad is None
+            for one, over in ((run.model, run.optimizer), (model, optimizer)):
+                over.add_param_group({"params": list(one.stem.parameters())})
+        result = run.step(batch)
+        total, count = twice_the_count(model, batch)
+        (total / count).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert norm > 0.1 and torch.isclose(result.grad_norm, norm, rtol=1e-4)
+    for mine, theirs in zip(run.model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_unfrozen_in_a_run_that_rounds_parameters_needs_a_new_run():
+    workload = classifier()
+    workload.build_model = frozen_stem
+    run = prepare(workload, PLAIN.model_copy(update={"parameters": "bf16", "precision": "bf16"}))
+    run.model.stem.requires_grad_(True)
+    run.optimizer.add_param_group({"params": list(run.model.stem.parameters())})
+    with pytest.raises(WorkloadError, match="were unfrozen") as raised:
+        run.step(workload.make_batch(8, 0))
+    assert "new run" in raised.value.hint
 
 
 def test_clipping_and_schedule_are_those_of_a_plain_loop():
