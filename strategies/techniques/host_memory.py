@@ -222,20 +222,21 @@ class HostActivations(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, tensor: torch.Tensor) -> Any:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided  # no parameter, no class of its own
         if not plain or isinstance(tensor._base, nn.Parameter) or tensor.nbytes < self._smallest:
-            return tensor
+            return tensor.detach()  # a result that held itself would stay where no backward runs
         size, strides, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
         start, count = offset, tensor.numel()
         if 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True)) != count:
             # a part of a larger tensor (queries among keys and values): all of it, once for all of its parts
             start, count = 0, tensor.untyped_storage().nbytes() // tensor.element_size()
             if count > LARGEST_WHOLE * tensor.numel():
-                return tensor
+                return tensor.detach()
         flat = tensor.detach().as_strided((count,), (1,), start)
         return self._saved(flat, tensor._version), size, strides, offset - start
 
     def _saved(self, flat: torch.Tensor, version: int) -> _Saved:
         storage = StorageWeakRef(flat.untyped_storage())
-        key = (storage.cdata, flat.storage_offset(), flat.numel(), flat.dtype, version)
+        lazy = flat.is_conj(), flat.is_neg()  # z.conj() is a view of z with such a mark
+        key = (storage.cdata, flat.storage_offset(), flat.numel(), flat.dtype, *lazy, version)
         if key in self._known:
             earlier, found = self._known[key][0], self._known[key][1]()
             if found is not None and not earlier.expired():  # the storage at that address may be another one by now

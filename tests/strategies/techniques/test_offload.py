@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -243,7 +245,8 @@ def test_parts_of_one_tensor_move_as_one_and_keep_their_strides() -> None:
         back = hooks.unpack_hook(one)
         assert torch.equal(back, part) and back.stride() == part.stride() and back.data_ptr() != part.data_ptr()
     corner = torch.randn(64, 64)[:8, :8]
-    assert hooks.pack_hook(corner) is corner  # its whole would be 64 times as much
+    stays = hooks.pack_hook(corner)  # its whole would be 64 times as much
+    assert stays.data_ptr() == corner.data_ptr() and stays.stride() == corner.stride() and stays.shape == corner.shape
     column_major = torch.randn(6, 8).t()
     back = hooks.unpack_hook(hooks.pack_hook(column_major))
     assert torch.equal(back, column_major) and back.stride() == column_major.stride()
@@ -265,6 +268,34 @@ def test_the_memory_of_a_host_copy_ends_with_the_graph() -> None:
     assert any(reference() is not None for _, reference in hooks._known.values())
     y.sum().backward()
     assert not any(reference() is not None for _, reference in hooks._known.values())
+
+
+def test_a_tensor_and_its_conjugate_are_two() -> None:
+    z = torch.randn(8, 8, dtype=torch.complex64, requires_grad=True)
+
+    def gradient() -> torch.Tensor:
+        y = z * 1.0  # no leaf
+        (y * y.conj() * y.conj().imag).abs().sum().backward()
+        found, z.grad = z.grad, None
+        assert found is not None
+        return found
+
+    wanted = gradient()
+    with HostActivations(smallest_bytes=1):
+        assert torch.equal(gradient(), wanted)
+
+
+def test_a_result_that_no_backward_reaches_ends_with_its_last_name() -> None:
+    """tanh saves its result, which must not hold itself: only the collector of cycles would free it."""
+    gc.disable()
+    try:
+        with HostActivations(smallest_bytes=2**20):
+            y = torch.tanh(torch.randn(8, 8, requires_grad=True))
+        reference = weakref.ref(y)
+        del y
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 # Choices, rules, the host's memory.
