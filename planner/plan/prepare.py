@@ -89,8 +89,8 @@ def prepare_plan(
     if own is not None and not changed_ok:  # before anything is changed in place
         refuse_other_training(plan, made.build_optimizer(trainable(own)), own, workload=made if read else None)
     run = prepare(made, plan.config, device=target, model=own)
-    if own is None and not changed_ok:
-        refuse_other_training(plan, run.optimizer, run.model)
+    if own is None and not changed_ok:  # with an optimizer that no schedule has changed
+        refuse_other_training(plan, made.build_optimizer(trainable(run.model)), run.model)
     if instance is not None:
         if instance.state:
             _give_state(run.optimizer, dict(instance.state), target)

@@ -301,6 +301,20 @@ def test_an_optimizer_with_a_schedule_attached_counts_with_its_first_rate():
     assert plan.prepare(model, optimizer, image_loss, schedule=None).optimizer.param_groups[0]["lr"] == 0.0125
 
 
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=1000)
+
+
+def test_a_schedule_that_sets_rate_and_momentum_when_it_is_made_is_that_of_the_search():
+    """OneCycleLR changes lr, initial_lr and momentum: the optimizer is compared as it is without a schedule."""
+    plan = searched_plan(build_schedule=one_cycle)
+    run = plan.prepare(Classifier, sgd, image_loss, schedule=one_cycle)
+    group = run.optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"]) == (pytest.approx(4e-5), 0.95)
+    with pytest.raises(PlanError, match="lr is 0.2, not 0.1"):
+        plan.prepare(Classifier, functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9), image_loss, schedule=None)
+
+
 def test_other_dropout_rates_are_said():
     plan = searched_plan()
     model = torch.nn.Sequential(Classifier(), torch.nn.Dropout(0.3))
