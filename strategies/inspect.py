@@ -167,8 +167,10 @@ def inspect_workload(
         counting = _what_is_counted(spec, workload, batch, model)
     phase("facts")
     structure = find_structure(model)
+    fixed = workload.fixed_micro_batch
     spec = spec.model_copy(
         update={
+            "options": spec.options | ({} if fixed is None else {"fixed_micro_batch": fixed}),
             "global_batch": workload.global_batch,
             "sequence_length": workload.sequence_length,
             "open_fields": (),

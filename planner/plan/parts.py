@@ -156,7 +156,7 @@ def _with_model(plan: PlanRecord, parts: Parts, searched: Workload) -> Workload:
         ),
     )
     fixed = made.fixed_micro_batch or searched.fixed_micro_batch
-    made = dataclasses.replace(made, seed=searched.seed, fixed_micro_batch=fixed)
+    made = dataclasses.replace(made, seed=searched.seed, fixed_micro_batch=fixed, tensor_plan=searched.tensor_plan)
     if parts.loss is not None and parts.loss is not searched.loss:
         return made  # another loss has another head and another count
     return dataclasses.replace(made, count=searched.count, head=searched.head)

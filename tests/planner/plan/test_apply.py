@@ -14,10 +14,11 @@ from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.prepare import _give_state
 from autoplan.strategies.analysis.training_facts import optimizer_differences, read_training_facts
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.inspect import inspect_workload
 from autoplan.strategies.workloads.language_model import make_config
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
 from autoplan.strategies.workloads.workload import LossSum
-from tests.recorded import make_plan
+from tests.recorded import make_hardware, make_plan
 from tests.strategies.loops import Points, Regressor
 from tests.strategies.tiny import GPT2, Classifier, classifier, image_batch, image_loss, language, sgd
 
@@ -185,12 +186,21 @@ def test_parts_that_do_not_belong_together(parts, says):
 
 
 def test_a_fixed_micro_batch_is_the_plans():
+    """That of --fix, and the workload's own, which the inspection of a search writes into the plan."""
     spec = spec_from_objects(classifier(norm=True))
     spec = spec.model_copy(update={"options": {"fixed_micro_batch": 4}})
-    plan = make_plan(TrainingConfig(micro_batch=4), workload=spec)
-    loaded = type(plan).model_validate_json(plan.model_dump_json())
-    run = loaded.prepare(functools.partial(Classifier, True), sgd, image_loss)
-    assert torch.isfinite(run.step(image_batch(8, 0)).loss)
+    own = spec_from_objects(classifier(norm=True, fixed_micro_batch=4))
+    for workload in (spec, inspect_workload(own, make_hardware(), "cpu", parallel=False).spec):
+        plan = make_plan(TrainingConfig(micro_batch=4), workload=workload)
+        loaded = type(plan).model_validate_json(plan.model_dump_json())
+        run = loaded.prepare(functools.partial(Classifier, True), sgd, image_loss)
+        assert torch.isfinite(run.step(image_batch(8, 0)).loss)
+
+
+def test_a_model_of_the_users_is_split_as_the_workload_says():
+    split = {"stages.*.*.first": "colwise", "stages.*.*.second": "rowwise"}
+    plan = image_plan(tensor_plan=split)
+    assert plan.prepare(Classifier()).workload.tensor_plan == plan.prepare().workload.tensor_plan == split
 
 
 def halving(optimizer):
