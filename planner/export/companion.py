@@ -168,6 +168,7 @@ def optimizer_settings(plan: Plan, training: TrainingFacts, *, with_schedule: bo
     values: dict[str, Any] = {
         "MAKES_OPTIMIZERS": True,
         "GROUPS": [(list(group.names), group.options | flags) for group in training.groups],
+        "UNHELD": list(training.unheld),
         "OPTIMIZER": last_part(training.optimizer),
     }
     schedule = training.schedule

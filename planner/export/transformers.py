@@ -387,7 +387,7 @@ def _trainer_makes_it(plan: Plan, training: TrainingFacts) -> bool:
 
     The Trainer makes two groups, with the weight decay and, for biases and norms, without.
     """
-    if training.optimizer not in _TRAINERS_OWN or len(training.groups) > 1:
+    if training.optimizer not in _TRAINERS_OWN or len(training.groups) > 1 or training.unheld:
         return False
     group = training.main_group
     _, _, needed = _TRAINERS_OWN[training.optimizer]
@@ -404,6 +404,8 @@ def _what_differs(training: TrainingFacts) -> str:
         return f"the optimizer {last_part(training.optimizer)}"
     if len(training.groups) > 1:
         return f"the {len(training.groups)} parameter groups of the optimizer"
+    if training.unheld:
+        return "an optimizer that leaves out parameters"
     if training.main_group.options.get("weight_decay"):
         return "weight decay on every parameter (the Trainer leaves biases and norms out of it)"
     return f"the options of the optimizer {last_part(training.optimizer)}"

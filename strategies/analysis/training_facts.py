@@ -39,7 +39,7 @@ class GroupFacts(Record):
     names: tuple[str, ...] = Field(
         default=(),
         description="its parameters, with * for the numbers of a name where all that match are in this group; empty "
-        "where it is the only group",
+        "where it is the only group and has all that train",
     )
 
 
@@ -62,6 +62,9 @@ class TrainingFacts(Record):
 
     optimizer: str = Field(description="the class of the optimizer: torch.optim.adamw.AdamW")
     groups: tuple[GroupFacts, ...]
+    unheld: tuple[str, ...] = Field(
+        default=(), description="parameters that could train and are in no group, named as those of a group"
+    )
     max_grad_norm: float | None = Field(description="clip the norm of all gradients to this; None: no clipping")
     schedule: ScheduleFacts | None
     seed: int
@@ -87,9 +90,11 @@ def read_training_facts(workload: Workload, model: nn.Module) -> TrainingFacts:
     from autoplan.strategies.workloads.training_mode import own_checkpointing
 
     optimizer = workload.build_optimizer(trainable(model))
+    names = _group_names(optimizer, model)
     return TrainingFacts(
         optimizer=class_name(type(optimizer)),
         groups=read_groups(optimizer, model),
+        unheld=_shortened(names, len(names) - 1),
         max_grad_norm=workload.max_grad_norm,
         schedule=read_schedule(workload, optimizer),
         seed=workload.seed,
@@ -118,9 +123,8 @@ def read_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> tu
         optimizer: The optimizer.
         model: The model that has its parameters, for their names; None: groups without names.
     """
-    name_of = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
-    several = len(optimizer.param_groups) > 1
-    names = [[name_of.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
+    names = [] if model is None else _group_names(optimizer, model)
+    named = bool(names) and (len(optimizer.param_groups) > 1 or bool(names[-1]))
     found = []
     for index, group in enumerate(optimizer.param_groups):
         plain = {key: _plain(value) for key, value in group.items() if key not in ("params", *_NO_OPTIONS)}
@@ -132,10 +136,18 @@ def read_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> tu
                 elements=sum(parameter.numel() for parameter in group["params"]),
                 options={key: value for key, value in plain.items() if value is not _NOT_PLAIN},
                 unread=tuple(key for key, value in plain.items() if value is _NOT_PLAIN),
-                names=_shortened(names, index) if several and name_of else (),
+                names=_shortened(names, index) if named else (),
             )
         )
     return tuple(found)
+
+
+def _group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """The parameter names of each group, and last of those that could train and are in no group."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = [[name_of.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
+    held = {name for group in names for name in group}
+    return [*names, [name for name, p in model.named_parameters() if p.requires_grad and name not in held]]
 
 
 def optimizer_differences(searched: TrainingFacts, optimizer: torch.optim.Optimizer) -> list[str]:

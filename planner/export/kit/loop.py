@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +38,10 @@ def make_optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     trained = {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     groups, left = [], dict(trained)
     for patterns, options in GROUPS:
-        names = [n for n in left if not patterns or n in patterns or re.sub(r"\d+", "*", n) in patterns]
+        names = [name for name in left if not patterns or _is_among(name, patterns)]
         groups.append({"params": [left.pop(name) for name in names], **options})
-    if left:
-        raise ValueError(f"the plan has no parameter group for {sorted(left)}: the model is another one")
+    if unknown := sorted(name for name in left if not _is_among(name, UNHELD)):
+        raise ValueError(f"the plan has no parameter group for {unknown}: the model is another one")
     optimizer: torch.optim.Optimizer = getattr(torch.optim, OPTIMIZER)(groups)
     if SCHEDULE_FUNCTION:
         from transformers import optimization
@@ -51,6 +51,11 @@ def make_optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     if SCHEDULE:
         return optimizer, getattr(torch.optim.lr_scheduler, SCHEDULE)(optimizer, **SCHEDULE_OPTIONS)
     return optimizer, None
+
+
+def _is_among(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a parameter's name is one of these, in which * stands for a number."""
+    return name in patterns or re.sub(r"\d+", "*", name) in patterns
 
 
 class ToolStepper(Stepper):

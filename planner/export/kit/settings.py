@@ -31,9 +31,11 @@ COUNTED_ITEMS: int = 1
 ITEMS: int = 1
 LOADER_ARGUMENTS: dict[str, Any] = {}
 
-# What the workload trains with, in a loop of one's own: parameter groups as (names, options), all where no names.
+# What the workload trains with, in a loop of one's own: parameter groups as (names, options), all where no names; the
+# names of what is in no group.
 MAKES_OPTIMIZERS: bool = False
 GROUPS: list[tuple[list[str], dict[str, Any]]] = []
+UNHELD: list[str] = []
 OPTIMIZER: str = ""
 SCHEDULE: str = ""
 SCHEDULE_FUNCTION: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -214,8 +215,6 @@ class Mine(torch.optim.SGD):
 
 
 def test_an_optimizer_of_the_users_own_is_named() -> None:
-    import dataclasses
-
     workload = dataclasses.replace(
         make_workload("adamw", None, 1.0), build_optimizer=functools.partial(Mine, lr=0.25, momentum=0.5)
     )
@@ -228,6 +227,27 @@ def test_a_plan_that_does_not_know_says_so() -> None:
     plan = make_plan(TrainingConfig(micro_batch=2), workload=spec_from_objects(classifier()), accumulation=4)
     arguments, _, not_carried = arguments_of(plan)
     assert "which this plan does not know" in not_carried and not {"max_grad_norm", "learning_rate"} & set(arguments)
+
+
+@pytest.mark.parametrize("parts", [(slice(-4, None),), (slice(-4, None), slice(-8, -4))], ids=["one", "two"])
+def test_parameters_that_the_optimizer_leaves_out_are_left_out(parts: tuple[slice, ...], tmp_path: Path) -> None:
+    """They have the names of those that train, with another number."""
+
+    def partly(parameters: Any) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        return torch.optim.AdamW([{"params": parameters[part]} for part in parts], lr=0.01, weight_decay=0.0)
+
+    workload = dataclasses.replace(make_workload("adamw", None, 1.0), build_optimizer=partly)
+    _, module, not_carried = arguments_of(plan_of(workload))
+    assert "make_optimizers(model) makes it" in not_carried
+    path = tmp_path / "companion.py"
+    path.write_text(module)
+    companion, model = load_module(path), tiny_gpt2()
+    (made, _), wanted = companion.make_optimizers(model), partly(trainable(model))
+    found, held = ([[id(p) for p in group["params"]] for group in one.param_groups] for one in (made, wanted))
+    assert found == held
+    with pytest.raises(ValueError, match="no parameter group for"):
+        companion.make_optimizers(torch.nn.Linear(2, 2))
 
 
 def test_a_language_model_of_an_earlier_plan_keeps_its_defaults() -> None:
