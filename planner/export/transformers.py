@@ -303,6 +303,7 @@ def settings(plan: Plan, tool: str, arguments_file: str, optimizers: dict[str, A
 
 # Optimizers that the Trainer makes: its name for them, the options that it takes, and options that it leaves at these.
 # From trainer_optimizer.py of transformers 5.23: `_get_adamw_torch`, `_get_sgd`, `_get_adagrad`, `_get_rmsprop`.
+# Earlier versions drop the options of all but AdamW: their key table has no key for these.
 _TRAINERS_OWN: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     ADAMW: ("adamw_torch", (), {"amsgrad": False, "maximize": False}),
     "torch.optim.sgd.SGD": ("sgd", ("momentum", "dampening", "nesterov"), {"maximize": False}),
@@ -396,6 +397,7 @@ def _trainer_makes_it(plan: Plan, training: TrainingFacts) -> bool:
         and not group.options.get("weight_decay")
         and all(group.options.get(key, value) == value for key, value in needed.items())
         and (training.optimizer == ADAMW or plan.config.optimizer_step == "own")
+        and (training.optimizer == ADAMW or _table(plan).keys["optimizer_options"] is not None)
     )
 
 

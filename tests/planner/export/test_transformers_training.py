@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from autoplan.planner.export import transformers
 from autoplan.planner.export.run import export_plan
 from autoplan.planner.export.transformers import TransformersTarget, read_back_arguments
 from autoplan.planner.plan.plan import Plan
@@ -248,6 +249,16 @@ def test_parameters_that_the_optimizer_leaves_out_are_left_out(parts: tuple[slic
     assert found == held
     with pytest.raises(ValueError, match="no parameter group for"):
         companion.make_optimizers(torch.nn.Linear(2, 2))
+
+
+def test_options_that_an_earlier_trainer_drops_are_in_the_companion(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(make_workload("sgd", None, 0.05))
+    arguments, module, _ = arguments_of(plan)
+    assert "nesterov=True" in arguments["optim_args"] and "make_optimizers" not in module
+    monkeypatch.setattr(transformers, "installed_version", lambda _: "5.0.0")
+    arguments, module, not_carried = arguments_of(plan)
+    assert "optim_args" not in arguments and "'nesterov': True" in module
+    assert "the options of the optimizer SGD, by the arguments alone" in not_carried
 
 
 def test_a_language_model_of_an_earlier_plan_keeps_its_defaults() -> None:
