@@ -21,10 +21,23 @@ from autoplan.planner.export.kit.settings import *
 
 
 def load_arguments() -> Any:
-    """The arguments of the Trainer, from the file beside this one."""
+    """The arguments of the Trainer, from the file beside this one.
+
+    Raises:
+        RuntimeError: there are not as many ranks as the plan has, or this one sees several GPUs.
+    """
     path = Path(__file__).with_name(CONFIG_FILE)
     kind: Any = SFTConfig if TOOL == "trl" else TrainingArguments
     (arguments,) = HfArgumentParser(kind).parse_json_file(path)
+    if arguments.n_gpu > 1:
+        raise RuntimeError(
+            f"this process sees {arguments.n_gpu} GPUs, and the Trainer would split each batch over them "
+            f"(DataParallel); the plan has a rank for each GPU. Start it with torchrun --nproc-per-node {RANKS}"
+        )
+    if arguments.world_size != RANKS:
+        raise RuntimeError(
+            f"the plan is for {RANKS} ranks, and {arguments.world_size} were started: torchrun --nproc-per-node {RANKS}"
+        )
     return arguments
 
 

@@ -261,6 +261,32 @@ def test_options_that_an_earlier_trainer_drops_are_in_the_companion(monkeypatch:
     assert "the options of the optimizer SGD, by the arguments alone" in not_carried
 
 
+def said_by_arguments(context: RankContext, companion: str, gpus: int) -> str:
+    """What a companion says in a plain process, which sees so many GPUs."""
+    from transformers import TrainingArguments
+
+    TrainingArguments.n_gpu = property(lambda _: gpus)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError) as error:
+        load_module(companion).load_arguments()
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "words"), [(2, 0, "the plan is for 2 ranks, and 1 were started"), (1, 4, "sees 4 GPUs")]
+)
+def test_another_number_of_ranks_is_refused(
+    ranks: int, gpus: int, words: str, tmp_path: Path, training_zygote: Zygote
+) -> None:
+    pytest.importorskip("accelerate")
+    plan = make_plan(TrainingConfig(micro_batch=2, dp_replicate=ranks))
+    for name, text in TransformersTarget().render(plan, "args").files.items():
+        (tmp_path / name).write_text(text)
+    task = Task(target=said_by_arguments, args=(str(tmp_path / "args_companion.py"), gpus), total_deadline_s=60.0)
+    (said,) = training_zygote.run(task).check().results
+    assert words in said and f"torchrun --nproc-per-node {ranks}" in said
+
+
 def test_a_language_model_of_an_earlier_plan_keeps_its_defaults() -> None:
     """Options that were not given are those of the workload, which clips at 1.0."""
     plan = make_plan()
