@@ -42,6 +42,10 @@ def plan_values(
     if device == "cuda":
         values["tf32"] = config.precision == "tf32"
     values |= _data_parallel(config, keys, not_carried)
+    if config.dp_shard > 1 and config.precision in ("bf16", "fp16"):
+        not_carried.append(
+            f"gradients that shards sum in fp32, as measured: the Trainer's FSDP sums them in {config.precision}"
+        )
     values |= _checkpointing(config.checkpointing, keys, not_carried)
     values |= _compilation(config, device, not_carried)
     not_carried += left_out(config, "the Trainer", LEFT_BY_TOOLS)

@@ -217,6 +217,16 @@ def test_shards_on_a_cpu_are_refused_where_accelerate_would_leave_them_out(to: s
     assert "deepspeed" in error.value.hint
 
 
+@pytest.mark.parametrize("to", ["transformers", "trl"])
+def test_shards_that_the_trainer_sums_in_bf16_are_named(to: str) -> None:
+    texts = {}
+    for precision in ("fp32", "bf16"):
+        config = TrainingConfig(micro_batch=2, dp_shard=2, precision=precision)
+        texts[precision] = " ".join(load_target(to).render(make_plan(config, device="cuda"), "args").not_carried)
+    assert "gradients that shards sum in fp32" in texts["bf16"] and "sums them in bf16" in texts["bf16"]
+    assert "shards sum" not in texts["fp32"]
+
+
 @pytest.mark.parametrize("to", ["transformers", "trl", "accelerate"])
 def test_fp16_on_a_cpu_is_refused_where_accelerate_would_leave_it_out(to: str) -> None:
     plan = TrainingConfig(micro_batch=2, precision="fp16")
