@@ -20,6 +20,7 @@ from autoplan.planner.export.launch import rank_variables
 from autoplan.planner.export.model_summary import ModelSummary, summarize_model
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import refusal
+from autoplan.strategies.workloads.function_file import check_function
 
 
 class PytorchTarget(Target):
@@ -31,6 +32,7 @@ class PytorchTarget(Target):
 
     def render(self, plan: Plan, stem: str) -> Export:
         _refuse_what_cannot_be_carried(plan)
+        _refuse_other_names(plan)
         model = summarize_model(plan.workload)
         values = settings(plan, model)
         config = plan.config
@@ -81,6 +83,44 @@ def _refuse_what_cannot_be_carried(plan: Plan) -> None:
         )
 
 
+GIVEN_NAMES = ("IGNORE_INDEX", "LossSum", "OutputHead", "SampleBatch", "Workload", "batches_from_dataset")
+"""Names that a user's file can import from autoplan in the script: those of load_user_file() in the kit."""
+
+GIVEN_MODULES = ("autoplan", "autoplan.strategies.workloads.workload", "autoplan.strategies.workloads.samples")
+"""Where it can import them from."""
+
+
+def _refuse_other_names(plan: Plan) -> None:
+    """Refuses a user's file that needs more of autoplan, as it is imported, than the script has.
+
+    Raises:
+        ExportError: such a file.
+    """
+    if plan.workload.kind != "function":
+        return
+    path, _ = check_function(plan.workload.reference)
+    found = []
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if _is_not_given(alias.name)]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            module = str(node.module)
+            names = (alias.name for alias in node.names)
+            found += [f"{module}.{name}" for name in names if _is_not_given(module, name)]
+    if found:
+        raise ExportError(
+            f"{path} imports {', '.join(found)}, and the script, which runs without autoplan, has of it "
+            f"{', '.join(GIVEN_NAMES)}",
+            hint="Import it where it is used: in a function, or under if __name__ == '__main__'. Or use the targets "
+            "torchrun and slurm, which run autoplan.",
+        )
+
+
+def _is_not_given(module: str, name: str = "*") -> bool:
+    """Whether an import would fail where the script stands for autoplan."""
+    return module.partition(".")[0] == "autoplan" and (module not in GIVEN_MODULES or name not in (*GIVEN_NAMES, "*"))
+
+
 def settings(plan: Plan, model: ModelSummary) -> dict[str, Any]:
     """The constants of the script; those that it asks are at its top, and the check reads them back."""
     config, spec = plan.config, plan.workload
@@ -95,11 +135,12 @@ def settings(plan: Plan, model: ModelSummary) -> dict[str, Any]:
         values |= {"USER_FILE": file, "USER_FUNCTION": function, "USER_OPTIONS": given}
         values["USER_ARGUMENTS"] = list(spec.arguments)
     else:
-        from autoplan.strategies.workloads.registry import DEFAULT_OPTIONS
+        from autoplan.strategies.workloads.registry import DEFAULT_OPTIONS, weight_files
 
         options = DEFAULT_OPTIONS | spec.options
         values |= {name.upper(): options[name] for name in ("learning_rate", "weight_decay", "max_grad_norm", "seed")}
-        values["MODEL_FOLDER"] = spec.reference if spec.kind == "folder" else ""
+        weights = spec.kind == "folder" and weight_files(Path(spec.reference))
+        values["MODEL_FOLDER"] = spec.reference if weights else ""
         values["MODEL_JSON"] = json.dumps(model_fields(plan), indent=4)
     if config.loss == "fused":
         values["HEAD"] = model.head

@@ -188,6 +188,14 @@ def _files_of(parts: list[str], starts: list[Path]) -> Iterator[Path]:
             return
 
 
+def package_of(path: Path) -> tuple[Path, list[str]]:
+    """The folder that a file is imported from, and its packages: it may import its neighbours by `from . import`."""
+    root, packages = path.parent, list[str]()
+    while (root / "__init__.py").is_file():
+        root, packages = root.parent, [root.name, *packages]
+    return root, packages
+
+
 def import_function(reference: str) -> Callable[..., Any]:
     """Imports the file, with its own folder importable, and gives the function. A file that changed is imported anew.
 
@@ -196,9 +204,7 @@ def import_function(reference: str) -> Callable[..., Any]:
     """
     path, function = check_function(reference)
     what = str(path).encode() + path.read_bytes()
-    root, packages = path.parent, list[str]()
-    while (root / "__init__.py").is_file():  # a module of a package, which may import its neighbours by `from . import`
-        root, packages = root.parent, [root.name, *packages]
+    root, packages = package_of(path)
     module_name = ".".join([*packages, f"autoplan_workload_{hashlib.sha256(what).hexdigest()[:8]}"])
     module = sys.modules.get(module_name)
     if module is None:

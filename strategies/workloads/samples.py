@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -23,6 +23,20 @@ SAMPLES = "num_samples_of_batch"
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 
 
+Kind = TypeVar("Kind", bound=type)
+
+
+def plain_in_trees(kind: Kind) -> Kind:
+    """Tells torch's trees that a class is a dict, and becomes a plain one where its leaves are changed."""
+    pytree.register_pytree_node(
+        kind,
+        lambda batch: (list(batch.values()), tuple(batch)),
+        lambda parts, names: dict(zip(names, parts, strict=True)),
+    )
+    return kind
+
+
+@plain_in_trees
 class SampleBatch(dict[str, Any]):
     """A collated batch that knows its samples.
 
@@ -68,6 +82,7 @@ class SampleBatch(dict[str, Any]):
         return SampleBatch(samples, self._collate, rows_are_samples=self._rows_are_samples)
 
 
+@plain_in_trees
 class MicroBatches(dict[str, Any]):
     """A collated batch whose micro-batches were collated by themselves, in the process that loaded it.
 
@@ -164,11 +179,3 @@ def _make_batch(
     start = index * num_samples
     samples = [dataset[in_turn[(start + offset) % len(in_turn)]] for offset in range(num_samples)]
     return collate(samples)
-
-
-for _kind in (SampleBatch, MicroBatches):
-    pytree.register_pytree_node(
-        _kind,
-        lambda batch: (list(batch.values()), tuple(batch)),
-        lambda parts, names: dict(zip(names, parts, strict=True)),
-    )

@@ -269,3 +269,54 @@ def test_a_users_model_with_a_fused_loss_and_checkpointing_of_its_own(run_script
     (text,) = load_target("pytorch").render(plan, "train").files.values()
     assert "HEAD = 'lm_head'" in text and "DeferredLoss(workload.loss, linear, kernel)" in text
     assert "without_own_checkpointing(self._own_checkpointing)" in text
+
+
+NET = """
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+"""
+IN_A_PACKAGE = """
+import torch
+from torch.nn import functional as F
+
+from autoplan import LossSum, SampleBatch, Workload, batches_from_dataset
+
+from .net import Net
+
+
+def collate(samples):
+    points, labels = zip(*samples)
+    return {"points": torch.stack(points), "labels": torch.tensor(labels)}
+
+
+def loss(model, batch):
+    total = F.cross_entropy(model(batch["points"]), batch["labels"], reduction="sum")
+    return LossSum(total, len(batch["labels"]))
+
+
+def mine():
+    generator = torch.Generator().manual_seed(0)
+    rows = [(torch.randn(4, generator=generator), number % 3) for number in range(64)]
+    samples = batches_from_dataset(rows, collate=list)
+    return Workload(
+        name="mine", build_model=Net, loss=loss, global_batch=8,
+        make_batch=lambda count, index: SampleBatch(samples(count, index), collate, rows_are_samples=True),
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+"""
+
+
+@pytest.mark.slow
+def test_a_workload_of_a_package_with_batches_of_samples(run_script: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "package_of_the_users"
+    folder.mkdir()
+    for name, text in {"__init__": "", "net": NET, "train": IN_A_PACKAGE}.items():
+        (folder / f"{name}.py").write_text(text)
+    spec = make_spec(model=f"{folder / 'train.py'}:mine", global_batch=8)
+    plan = make_recorded_plan(TrainingConfig(micro_batch=4), workload=spec, accumulation=2)
+    wanted = own_losses(plan)
+    assert run_script(plan).losses == pytest.approx(wanted, rel=1e-6) and wanted[0] != wanted[-1]

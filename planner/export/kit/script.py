@@ -61,8 +61,10 @@ from autoplan.strategies.techniques.tensor_parallel import (
 )
 from autoplan.strategies.techniques.threads import place_rank
 from autoplan.strategies.workloads.batch import Batch, device_micro_batches, slice_batch
+from autoplan.strategies.workloads.function_file import package_of
 from autoplan.strategies.workloads.language_model import language_model_workload
 from autoplan.strategies.workloads.optimizers import rebuild, trainable
+from autoplan.strategies.workloads.samples import SampleBatch, batches_from_dataset
 from autoplan.strategies.workloads.training_mode import enter_training_mode, own_checkpointing
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, OutputHead, TrainingModule, Workload
 
@@ -89,14 +91,19 @@ def load_user_file() -> Workload:
     """The workload that USER_FILE describes. Where the file imports Workload and LossSum from autoplan, it gets the
     classes above, so that autoplan need not be installed."""
     names = {"Workload": Workload, "LossSum": LossSum, "OutputHead": OutputHead, "IGNORE_INDEX": IGNORE_INDEX}
-    for name in ("autoplan", "autoplan.strategies", "autoplan.strategies.workloads.workload"):
+    names |= {"SampleBatch": SampleBatch, "batches_from_dataset": batches_from_dataset}
+    workloads = "autoplan.strategies.workloads"
+    for name in ("autoplan", "autoplan.strategies", f"{workloads}.workload", f"{workloads}.samples"):
         sys.modules[name] = types.ModuleType(name)
         vars(sys.modules[name]).update(names, __path__=[])
-    sys.path.insert(0, USER_FILE.rpartition("/")[0])
-    spec = importlib.util.spec_from_file_location("user_workload", USER_FILE)
+    path = Path(USER_FILE)
+    root, packages = package_of(path)
+    sys.path[:0] = dict.fromkeys((str(path.parent), str(root)))
+    module_name = ".".join([*packages, "user_workload"])
+    spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["user_workload"] = module
+    sys.modules[module_name] = module
     before = sys.argv
     sys.argv = [USER_FILE, *USER_ARGUMENTS] if USER_ARGUMENTS else before  # what followed -- in the search
     try:

@@ -5,6 +5,7 @@ That it trains as the plan does is in tests/exports/test_pytorch_trains.py.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.pytorch import PytorchTarget
+from autoplan.planner.export.model_summary import ModelSummary
+from autoplan.planner.export.pytorch import PytorchTarget, _refuse_other_names, settings
 from autoplan.planner.export.run import export_plan, load_target
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_plan
+from tests.strategies.tiny import GPT2
 
 
 def test_a_name_that_is_defined_twice_is_refused() -> None:
@@ -36,6 +40,36 @@ def test_what_the_script_cannot_carry_is_refused(tmp_path: Path) -> None:
             export_plan(plan, "pytorch", tmp_path / "train.py")
         assert error.value.exit_code == 6 and "plan.prepare" in str(error.value.hint)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_weights_is_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    spec = make_spec(model=str(tmp_path), sequence_length=16, global_batch=16)
+    plan = make_plan(TrainingConfig(micro_batch=4), workload=spec)
+    assert settings(plan, ModelSummary(has_blocks=True))["MODEL_FOLDER"] == ""
+    (tmp_path / "model.safetensors").touch()
+    assert settings(plan, ModelSummary(has_blocks=True))["MODEL_FOLDER"] == str(tmp_path)
+
+
+OTHER_NAMES = ["from autoplan import search", "from autoplan.errors import WorkloadError", "import autoplan.units"]
+
+
+@pytest.mark.parametrize("line", OTHER_NAMES)
+def test_a_file_that_imports_more_than_the_script_has_is_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    needed = "import autoplan\nfrom autoplan import LossSum, Workload\n"
+    path.write_text(f"{needed}{line}\n\n\ndef mine():\n    return Workload()\n")
+    spec = make_spec(model=f"{path}:mine", global_batch=16)
+    with pytest.raises(ExportError, match=f"{path} imports autoplan") as error:
+        PytorchTarget().render(make_plan(TrainingConfig(micro_batch=4), workload=spec), "train")
+    assert line.split()[-1] in error.value.message and "__main__" in str(error.value.hint)
+
+
+def test_a_file_that_imports_more_where_it_is_a_program_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def mine():\n    ...\n\n\nif __name__ == '__main__':\n    from autoplan import search\n")
+    spec = make_spec(model=f"{path}:mine", global_batch=16)
+    _refuse_other_names(make_plan(TrainingConfig(micro_batch=4), workload=spec))
 
 
 def test_the_check_sees_a_wrong_setting() -> None:
