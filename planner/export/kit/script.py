@@ -63,6 +63,7 @@ from autoplan.strategies.techniques.threads import place_rank
 from autoplan.strategies.workloads.batch import Batch, device_micro_batches, slice_batch
 from autoplan.strategies.workloads.function_file import package_of
 from autoplan.strategies.workloads.language_model import language_model_workload
+from autoplan.strategies.workloads.loading.order import SampleOrder
 from autoplan.strategies.workloads.optimizers import rebuild, trainable
 from autoplan.strategies.workloads.samples import SampleBatch, batches_from_dataset
 from autoplan.strategies.workloads.training_mode import enter_training_mode, own_checkpointing
@@ -310,14 +311,16 @@ def train_step(run: Run, batch: Batch) -> StepResult:
 
 
 def make_loader(run: Run, dataset: Any, collate_fn: Any = None, shuffle: bool = True) -> Any:
-    """The DataLoader of a dataset: for batch in make_loader(run, dataset): train_step(run, batch)."""
-    order: dict[str, Any] = {"shuffle": shuffle}
+    """The DataLoader of a dataset: for batch in make_loader(run, dataset): train_step(run, batch). Each time that it is
+    gone over is an epoch, each in another order; a dataset that streams has its own."""
+    order: SampleOrder | None = None
+    rank, ranks = 0, 1
     if DP_REPLICATE * DP_SHARD > 1:
         rank, ranks = data_position(run.mesh)
-        split = torch.utils.data.distributed.DistributedSampler
-        order = {"sampler": split(dataset, num_replicas=ranks, rank=rank, shuffle=shuffle, drop_last=True)}
+    if not isinstance(dataset, torch.utils.data.IterableDataset):
+        order = SampleOrder(len(dataset), shuffle=shuffle, rank=rank, ranks=ranks, multiple_of=GLOBAL_BATCH)
     return torch.utils.data.DataLoader(
-        dataset, batch_size=LOCAL_BATCH, collate_fn=collate_fn, drop_last=True, **order, **LOADER_ARGUMENTS
+        dataset, batch_size=LOCAL_BATCH, sampler=order, collate_fn=collate_fn, drop_last=True, **LOADER_ARGUMENTS
     )
 
 

@@ -2,12 +2,14 @@
 
 import json
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from autoplan.errors import ExportError, PlanError
 from autoplan.planner.export.run import TARGETS, export_plan, load_target
@@ -18,6 +20,7 @@ from autoplan.planner.records.loading import Loading
 from autoplan.report import facts
 from autoplan.report.html import render_page
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.loading.order import SampleOrder
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.loops.loader import resized
 from tests.recorded import make_plan
@@ -72,6 +75,29 @@ def test_the_exported_script_makes_the_loader(tmp_path: Path) -> None:
     loader = names["make_loader"](None, TensorDataset(torch.arange(40)))
     assert (loader.num_workers, loader.prefetch_factor, loader.batch_size) == (3, 5, 16)
     assert "make_loader" not in export_plan(make_plan(PLAIN), "pytorch", tmp_path / "plain.py").paths[0].read_text()
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(40))
+
+
+def test_the_loader_of_the_script_has_the_order_of_plan_loader(tmp_path: Path) -> None:
+    """Each epoch another one, whose samples ranks share; a stream has its own."""
+    rows = TensorDataset(torch.arange(40))
+    loading = Loading(source="Rows", identity="0" * 16, setting=LoaderSetting(workers=0), waiting_share=0.0)
+    for ranks in (1, 2):
+        plan = make_plan(TrainingConfig(micro_batch=4, dp_replicate=ranks), loading=loading)
+        path = export_plan(plan, "pytorch", tmp_path / f"train{ranks}.py").paths[0]
+        for rank in range(ranks):
+            make_loader: Any = runpy.run_path(str(path), run_name="script")["make_loader"]
+            make_loader.__globals__["data_position"] = lambda _, place=(rank, ranks): place
+            loader = make_loader(SimpleNamespace(mesh=None), rows)
+            order = SampleOrder(40, rank=rank, ranks=ranks, multiple_of=16)
+            epochs = [[int(row) for (batch,) in loader for row in batch] for _ in range(2)]
+            assert epochs == [list(order), list(order)] and epochs[0] != epochs[1]
+            stream = make_loader(SimpleNamespace(mesh=None), Stream())
+            assert next(iter(stream)).tolist() == list(range(16 // ranks))
 
 
 def test_a_plan_makes_the_loader_of_a_rank() -> None:
