@@ -82,6 +82,7 @@ def provenance_lines(plan: Plan) -> list[str]:
         f"Workload: {plan.workload.name}, global batch {plan.workload.global_batch} {samples}{length}.",
         f"Hardware: {device.name} ({device.type}), torch {environment.torch}, Python {environment.python}"
         + (f", transformers {environment.transformers}." if environment.transformers else "."),
+        *([] if plan.nodes is None else [f"Nodes: {plan.nodes.describe()}."]),
         f"Measured there: {measured.tokens_per_s.median:.4g} {unit}/s ({measured.tokens_per_s.low:.4g} to "
         f"{measured.tokens_per_s.high:.4g}), {plan.speedup.median:.3g} times the plain fp32 run "
         f"({plan.speedup.low:.3g} to {plan.speedup.high:.3g}).",

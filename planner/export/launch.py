@@ -38,16 +38,41 @@ _PLAIN = re.compile(r"[\w:,.^+-]{1,200}", re.ASCII)
 _MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
 
+def ranks_per_node(plan: Plan) -> int:
+    """Ranks on each of the plan's nodes; all of them where it was measured on one machine."""
+    return -(-plan.config.world_size // _node_count(plan))
+
+
+def _node_count(plan: Plan) -> int:
+    return 1 if plan.nodes is None else plan.nodes.count
+
+
+def _refuse_uneven_nodes(plan: Plan) -> None:
+    """Refuses a plan of several nodes that torchrun, with as many ranks on each, cannot start as it was measured.
+
+    Raises:
+        ExportError: its nodes have other numbers of ranks, or ranks that split a tensor are on two of them.
+    """
+    ranks, here = plan.config.world_size, ranks_per_node(plan)
+    if plan.nodes is None or (here * plan.nodes.count == ranks and here % plan.config.tp == 0):
+        return
+    raise ExportError(
+        f"the plan's {ranks} ranks, {plan.config.tp} of them on the same node, do not divide over its "
+        f"{plan.nodes.count} nodes, and torchrun starts as many on each",
+        hint=f"Use autoplan run with --launcher {plan.nodes.launcher}, or the target ray.",
+    )
+
+
 def rank_variables(plan: Plan) -> dict[str, str]:
     """The environment variables of each rank, besides the plan's file: those of `autoplan run`, and NCCL's.
 
     torchrun sets OMP_NUM_THREADS to 1 where several ranks have none: not what was measured.
     """
     then, cores = plan.environment.variables, plan.hardware.host.cores_usable
-    found = variables_for(plan, Path("plan.json"), {}, cores)
+    found = variables_for(plan, Path("plan.json"), {}, cores, ranks_per_node(plan))
     del found[PLAN_VARIABLE]
     if plan.config.world_size > 1:
-        found.setdefault("OMP_NUM_THREADS", str(max(1, cores // plan.config.world_size)))
+        found.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_per_node(plan))))
     for name in sorted(then):
         if _CARRIED.fullmatch(name) and _PLAIN.fullmatch(then[name]):
             found[name] = then[name]
@@ -224,6 +249,33 @@ def parse_in_rank(context: RankContext, words: list[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(read).items() if isinstance(value, (str, int, bool, list, type(None)))}
 
 
+PORT = 29400
+"""Of the first node, where torchrun's nodes meet: torchrun's own default."""
+
+
+def torchrun_options(plan: Plan, first: str) -> str:
+    """The options of the command that starts the plan's ranks: on one machine, or on each of its nodes.
+
+    Args:
+        plan: The plan.
+        first: The name of the first node.
+    """
+    if plan.nodes is None:
+        return f"--standalone --nproc-per-node {plan.config.world_size}"
+    return (
+        f"--nnodes {plan.nodes.count} --nproc-per-node {ranks_per_node(plan)} --rdzv-backend c10d "
+        f'--rdzv-endpoint "{first}:{PORT}"'
+    )
+
+
+_CHECK_OF_FIRST = [
+    'if [ -z "${FIRST:-}" ]; then',
+    '    echo "The plan is for several nodes: run this on each, with FIRST=host of the first." >&2',
+    "    exit 2",
+    "fi",
+]
+
+
 class TorchrunTarget(Target):
     """The torchrun command of a plan, as a script."""
 
@@ -232,6 +284,7 @@ class TorchrunTarget(Target):
     carries_loader = False
 
     def render(self, plan: Plan, stem: str) -> Export:
+        _refuse_uneven_nodes(plan)
         left = not_carried(plan)
         ranks = plan.config.world_size
         head = [
@@ -242,19 +295,28 @@ class TorchrunTarget(Target):
             f"bash {stem}.sh train.py --its arguments: your script on them. It takes the plan with "
             "autoplan.current_plan(), or is the script of autoplan export --to pytorch.",
         ]
+        if plan.nodes is not None:
+            head.append(
+                f"Run it on each of {plan.nodes.count} nodes, with FIRST=host, the first of them: its port {PORT} is "
+                "where they meet."
+            )
         lines = [
             "#!/usr/bin/env bash",
             comment(head, left),
             *script_lines(plan, stem, '$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'),
-            f'exec torchrun --standalone --nproc-per-node {ranks} "$@"',
+            *(_CHECK_OF_FIRST if plan.nodes is not None else ()),
+            f'exec torchrun {torchrun_options(plan, "$FIRST")} "$@"',
         ]
         return _export(plan, stem, lines, left)
 
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         values, notes = check_script(plan, export)
         read = parse_torchrun(["train.py" if word == "$@" else word for word in values.command])
-        ranks = str(plan.config.world_size)
-        same_or_error_each({"standalone": True, "nproc_per_node": ranks, "training_script": "train.py"}, read)
+        wanted: dict[str, Any] = {"standalone": True, "nproc_per_node": str(ranks_per_node(plan))}
+        if plan.nodes is not None:
+            wanted |= {"standalone": False, "nnodes": str(plan.nodes.count)}
+            wanted |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"$FIRST:{PORT}"}
+        same_or_error_each(wanted | {"training_script": "train.py"}, read)
         return notes
 
 
@@ -263,25 +325,25 @@ SIGNAL_BEFORE_END_S = 120
 
 TIME_LIMIT = "24:00:00"
 
-# What the check puts in the place of what SLURM says to the job.
-_ON_ONE_NODE = {"$SLURM_JOB_NUM_NODES": "1", "$HEAD:$PORT": "node1:29500", "$SLURM_JOB_ID": "1", "$@": "train.py"}
+# What the check puts in the place of what SLURM says to the job, besides the nodes.
+_OF_THE_JOB = {"$HEAD:$PORT": "node1:29500", "$SLURM_JOB_ID": "1", "$@": "train.py"}
 
 
 def options(plan: Plan) -> dict[str, str | None]:
     """The options of the `#SBATCH` lines."""
-    config, host = plan.config, plan.hardware.host
+    host, ranks = plan.hardware.host, ranks_per_node(plan)
     name = re.sub(r"[^\w.-]+", "-", plan.workload.name, flags=re.ASCII)[:40].strip("-")
     found: dict[str, str | None] = {
         "job-name": f"autoplan-{name or 'plan'}",
-        "nodes": "1",
+        "nodes": str(_node_count(plan)),
         "ntasks-per-node": "1",
     }
     cores = host.cores_usable
     if plan.device == "cuda":
-        found["gpus-per-node"] = str(config.world_size)
+        found["gpus-per-node"] = str(ranks)
         gpus = sum(device.type == "cuda" for device in plan.hardware.devices)
-        cores = cores * min(config.world_size, gpus) // gpus if gpus else cores
-    found["cpus-per-task"] = str(max(cores, config.world_size))
+        cores = cores * min(ranks, gpus) // gpus if gpus else cores
+    found["cpus-per-task"] = str(max(cores, ranks))
     found |= {"mem": "0", "exclusive": None, "time": TIME_LIMIT, "signal": f"B:TERM@{SIGNAL_BEFORE_END_S}"}
     return found | {"output": "%x-%j.out"}
 
@@ -294,11 +356,12 @@ class SlurmTarget(Target):
     carries_loader = False
 
     def render(self, plan: Plan, stem: str) -> Export:
+        _refuse_uneven_nodes(plan)
         left = (
             *not_carried(plan),
             f"how long you train: --time is {TIME_LIMIT}, and partition and account are yours (sbatch --time=...)",
         )
-        config = plan.config
+        config, count = plan.config, _node_count(plan)
         head = [
             *provenance_lines(plan),
             f"Written for SLURM 22.05 and later, and {WRITTEN_FOR}.",
@@ -307,9 +370,9 @@ class SlurmTarget(Target):
             "you did not search it.",
             f"sbatch {stem}.sh train.py --its arguments: your script on the plan's {config.world_size} rank(s). It "
             "takes the plan with autoplan.current_plan(), or is the script of autoplan export --to pytorch.",
-            "The plan was measured on one node that had nothing else to do: hence --exclusive and all its memory "
-            "(--mem=0). On several: sbatch --nodes=2 --gpus-per-node=... A node needs at least ranks x (loader workers "
-            "+ 1) cores in --cpus-per-task.",
+            f"The plan was measured on {f'{count} nodes' if count > 1 else 'one node'} with nothing else to do: hence "
+            "--exclusive and all memory (--mem=0). On others: sbatch --nodes=... --gpus-per-node=... A node needs at "
+            "least ranks x (loader workers + 1) cores in --cpus-per-task.",
         ]
         lines = [
             "#!/usr/bin/env bash",
@@ -337,13 +400,13 @@ class SlurmTarget(Target):
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         values, notes = check_script(plan, export)
         same_or_error("the #SBATCH lines", values.options, options(plan))
-        ranks = str(plan.config.world_size)
-        same_or_error_each({"RANKS": ranks, "SAME_NODE": str(plan.config.tp)}, values.names)
-        known = _ON_ONE_NODE | {"$RANKS_PER_NODE": ranks}
+        same_or_error_each({"RANKS": str(plan.config.world_size), "SAME_NODE": str(plan.config.tp)}, values.names)
+        count, ranks = str(_node_count(plan)), str(ranks_per_node(plan))
+        known = _OF_THE_JOB | {"$SLURM_JOB_NUM_NODES": count, "$RANKS_PER_NODE": ranks}
         words = [known.get(word, word) for word in values.command if word != "&"]
         read = parse_torchrun(words)
         wanted = {
-            "nnodes": "1",
+            "nnodes": count,
             "nproc_per_node": ranks,
             "rdzv_backend": "c10d",
             "rdzv_endpoint": "node1:29500",

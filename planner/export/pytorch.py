@@ -16,7 +16,7 @@ from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export, Target, comment, provenance_lines
 from autoplan.planner.export.bundle import defined_names
 from autoplan.planner.export.companion import check_module, module_text, parse_export, plan_settings
-from autoplan.planner.export.launch import rank_variables
+from autoplan.planner.export.launch import rank_variables, torchrun_options
 from autoplan.planner.export.model_summary import ModelSummary, summarize_model
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import refusal
@@ -175,7 +175,9 @@ def _head(plan: Plan, stem: str) -> str:
     start = f"python {stem}.py --steps 10"
     if plan.config.world_size > 1:
         variables = "".join(f"{name}={value} " for name, value in rank_variables(plan).items())
-        start = f"{variables}torchrun --nproc-per-node {plan.config.world_size} {stem}.py --steps 10"
+        ranks = f"--nproc-per-node {plan.config.world_size}"
+        options = ranks if plan.nodes is None else torchrun_options(plan, "FIRST")
+        start = f"{variables}torchrun {options} {stem}.py --steps 10"
     lines.append(f"Start it: {start}")
     return comment(lines)
 

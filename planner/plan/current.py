@@ -43,7 +43,9 @@ def current_plan() -> Plan | None:
     return Plan.load(path).accepted(UNVERIFIED_VARIABLE in os.environ) if path else None
 
 
-def variables_for(plan: Plan, path: Path, here: Mapping[str, str], cores: int) -> dict[str, str]:
+def variables_for(
+    plan: Plan, path: Path, here: Mapping[str, str], cores: int, ranks: int | None = None
+) -> dict[str, str]:
     """The environment variables with which a script of this plan starts.
 
     Args:
@@ -51,6 +53,7 @@ def variables_for(plan: Plan, path: Path, here: Mapping[str, str], cores: int) -
         path: Its file.
         here: The environment; a variable that is set wins, but for the plan's own threads and allocator.
         cores: That the script may use.
+        ranks: That share them; None: all of the plan's.
     """
     variables = {PLAN_VARIABLE: str(path.absolute())} | ({UNVERIFIED_VARIABLE: "1"} if plan.unverified_ok else {})
     for name in TAKEN:
@@ -66,7 +69,7 @@ def variables_for(plan: Plan, path: Path, here: Mapping[str, str], cores: int) -
         if config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(config.threads)
         elif config.world_size > 1 and "OMP_NUM_THREADS" not in {**here, **variables}:
-            variables["OMP_NUM_THREADS"] = str(max(1, cores // config.world_size))  # as trials share them out
+            variables["OMP_NUM_THREADS"] = str(max(1, cores // (ranks or config.world_size)))  # as in the trials
         if config.allocator == "keep":
             from autoplan.strategies.techniques.allocator import LARGEST_MAPPED_BYTES, NEVER
 

@@ -18,6 +18,7 @@ from autoplan.planner.export import launch
 from autoplan.planner.export.base import Export
 from autoplan.planner.export.run import export_plan, load_target
 from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.plan import PlanNodes
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_hardware, make_plan
@@ -173,6 +174,47 @@ def test_the_options_of_a_job_are_those_of_the_plan(tmp_path: Path) -> None:
     assert options["signal"] == "B:TERM@120" and options["exclusive"] is None and options["mem"] == "0"
     first = script.read_text().splitlines().index("set -euo pipefail")
     assert not any(line.startswith("#SBATCH") for line in script.read_text().splitlines()[first:])
+
+
+def of_nodes(config: TrainingConfig, *, device: str = "cpu", count: int = 2) -> Plan:
+    nodes = PlanNodes(count=count, ranks_per_node=8, launcher="slurm", kind="0123456789abcdef")
+    return make_plan(config, nodes=nodes, device=device, hardware=make_hardware(cores=16, gpu=True))
+
+
+@pytest.mark.parametrize("to", ["torchrun", "slurm"])
+def test_a_plan_of_several_nodes_starts_on_them(to: str, tmp_path: Path) -> None:
+    plan = of_nodes(TrainingConfig(micro_batch=1, dp_replicate=8, tp=2))
+    script, _ = export_plan(plan, to, tmp_path / "a.sh").paths
+    env = {"PATH": programs(tmp_path / "bin", torchrun=True)}
+    if to == "torchrun":
+        lost = run_bash(script, "train.py", env=env)
+        assert lost.returncode == 2 and "FIRST=host" in lost.stderr
+    job = ONE_NODE | {"SLURM_JOB_NUM_NODES": "2"} if to == "slurm" else {"FIRST": "node7"}
+    words, seen = json.loads(run_bash(script, "train.py", env=env | job).stdout)
+    read = launch.parse_in_rank(None, words)  # type: ignore[arg-type]
+    assert (read["nnodes"], read["nproc_per_node"], read["rdzv_backend"]) == ("2", "8", "c10d")
+    assert read["rdzv_endpoint"] == {"torchrun": "node7:29400", "slurm": "localhost:29821"}[to]
+    assert seen["OMP_NUM_THREADS"] == "2" and not read["standalone"], "8 ranks share the 16 cores of a node"
+    assert "2 nodes with up to 8 rank(s) on each (slurm)" in script.read_text()
+
+
+def test_a_job_has_the_nodes_of_the_plan_and_gpus_on_each(tmp_path: Path) -> None:
+    plan = of_nodes(TrainingConfig(micro_batch=1, dp_replicate=16), device="cuda")
+    script, _ = export_plan(plan, "slurm", tmp_path / "a.sh").paths
+    options = launch.read_script(script.read_text()).options
+    assert (options["nodes"], options["gpus-per-node"]) == ("2", "8")
+    assert "measured on 2 nodes" in script.read_text() and "measured on one node" not in script.read_text()
+
+
+@pytest.mark.parametrize("to", ["torchrun", "slurm"])
+@pytest.mark.parametrize(("degrees", "count"), [({"dp_replicate": 16}, 3), ({"dp_replicate": 4, "tp": 4}, 8)])
+def test_nodes_with_other_numbers_of_ranks_are_refused(
+    to: str, degrees: dict[str, int], count: int, tmp_path: Path
+) -> None:
+    plan = of_nodes(TrainingConfig.model_validate({"micro_batch": 1, **degrees}), count=count)
+    with pytest.raises(ExportError, match=f"do not divide over its {count} nodes") as error:
+        export_plan(plan, to, tmp_path / "a.sh")
+    assert "--launcher slurm" in str(error.value.flag_hint) and not list(tmp_path.iterdir())
 
 
 PLANTED = {
