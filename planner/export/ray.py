@@ -7,13 +7,11 @@ lie on every node.
 
 from __future__ import annotations
 
-import ast
-import json
 from typing import TYPE_CHECKING, Any
 
 from autoplan.planner.export.base import CODING, Export, Target, comment, provenance_lines, same_or_error_each
-from autoplan.planner.export.companion import parse_export, read_constants
-from autoplan.planner.export.launch import not_carried, rank_variables
+from autoplan.planner.export.companion import read_constants
+from autoplan.planner.export.launch import not_carried, rank_variables, ranks_per_node
 from autoplan.planner.export.pytorch import PytorchTarget
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import installed_version
@@ -30,9 +28,9 @@ TIMEOUT_S = 1800
 
 
 def settings(plan: Plan) -> dict[str, Any]:
-    """The constants of the driver, by name: keyword arguments of Ray's classes, and the plan for the workers."""
+    """The constants of the driver, by name: keyword arguments of Ray's classes, and the batch of its other file."""
     config = plan.config
-    cores = max(1, plan.hardware.host.cores_usable // config.world_size)
+    cores = max(1, plan.hardware.host.cores_usable // ranks_per_node(plan))
     threads = int(rank_variables(plan).get("OMP_NUM_THREADS", cores))
     resources: dict[str, Any] = {"CPU": threads if plan.device == "cpu" else 1}
     if plan.device == "cuda":
@@ -50,11 +48,7 @@ def settings(plan: Plan) -> dict[str, Any]:
         },
         "MAX_FAILURES": 0,
         "ENVIRONMENT": rank_variables(plan),
-        "PLAN": {
-            "global_batch": plan.workload.global_batch,
-            "accumulation": plan.accumulation,
-            "config": plan.config.model_dump(mode="json"),
-        },
+        "GLOBAL_BATCH": plan.workload.global_batch,
     }
 
 
@@ -78,7 +72,6 @@ class RayTarget(Target):
             f"Written for Ray {WRITTEN_FOR} (Ray Train).",
             f"The functions are those of {training}, the plan's script for torchrun: the same code trains here.",
         ]
-        constants = settings(plan)
         lines = [
             CODING,
             comment(head, left),
@@ -86,10 +79,7 @@ class RayTarget(Target):
             "",
             _IMPORTS,
             f"TRAINING = {training!r}",
-            *(f"{name} = {value!r}" for name, value in constants.items() if name != "PLAN"),
-            "PLAN = json.loads(",
-            *(f"    {line!r}" for line in json.dumps(constants["PLAN"], indent=4).splitlines(keepends=True)),
-            ")",
+            *(f"{name} = {value!r}" for name, value in settings(plan).items()),
             _FUNCTIONS,
         ]
         return Export(files={f"{stem}.py": "\n".join(lines) + "\n", training: script}, not_carried=left)
@@ -98,7 +88,7 @@ class RayTarget(Target):
         driver, training = export.files
         PytorchTarget().check(plan, Export(files={training: export.files[training]}))
         text, wanted = export.files[driver], settings(plan)
-        constants = read_constants(text) | {"PLAN": _read_plan(parse_export(text))}
+        constants = read_constants(text)
         same_or_error_each(wanted | {"TRAINING": training}, constants)
         version = installed_version("ray")
         if version is None:
@@ -120,14 +110,6 @@ def read_in_rank(context: RankContext, scaling: dict[str, Any], torch: dict[str,
     run = RunConfig(failure_config=FailureConfig(max_failures=failures))
     read = {key: getattr(made[0], key) for key in scaling} | {key: getattr(made[1], key) for key in torch}
     return read | {"max_failures": run.failure_config.max_failures}
-
-
-def _read_plan(tree: ast.Module) -> Any:
-    """The document that PLAN is read from; None: the file has none."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PLAN" and isinstance(node.value, ast.Call):
-            return json.loads(ast.literal_eval(node.value.args[0]))
-    return None
 
 
 _IMPORTS = """from __future__ import annotations
@@ -165,7 +147,7 @@ def load_training(text):
 def train_loop(config):
     """What each worker runs, one for each rank of the plan."""
     training = load_training(config["script"])
-    assert training.GLOBAL_BATCH == config["plan"]["global_batch"]
+    assert training.GLOBAL_BATCH == config["global_batch"]
     run = training.prepare(ray.train.torch.get_device())
     first, history = ray.train.get_context().get_world_rank() == 0, []
     for number in range(config["steps"]):
@@ -198,7 +180,7 @@ def main():
     ray.init(runtime_env={"env_vars": ENVIRONMENT})
     trainer = TorchTrainer(
         train_loop,
-        train_loop_config={"plan": PLAN, "script": script, "steps": arguments.steps},
+        train_loop_config={"global_batch": GLOBAL_BATCH, "script": script, "steps": arguments.steps},
         scaling_config=ScalingConfig(**SCALING),
         torch_config=TorchConfig(**TORCH),
         run_config=RunConfig(

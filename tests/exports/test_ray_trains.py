@@ -88,6 +88,7 @@ def test_the_check_sees_a_wrong_value() -> None:
         ("'num_workers': 2", "'num_workers': 1"),
         ("'gloo'", "'mpi'"),
         ("MAX_FAILURES = 0", "MAX_FAILURES = 1"),
+        ("GLOBAL_BATCH = 16", "GLOBAL_BATCH = 8"),
     ):
         assert export.files["a.py"].count(right) == 1
         changed = {**export.files, "a.py": export.files["a.py"].replace(right, wrong)}
