@@ -22,6 +22,7 @@ from autoplan.planner.records.trust import Call
 from autoplan.planner.search.plan_maker import PLAIN_PARITY
 from autoplan.probes.profile import Device, HardwareProfile, Host
 from autoplan.record import Reading
+from autoplan.strategies.analysis.training_facts import GroupFacts, TrainingFacts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
 
@@ -104,10 +105,22 @@ def named(plan: Plan) -> str | None:
     return str(Call.of(plan.workload)) if plan.workload.kind == "function" else None
 
 
+ADAMW: dict[str, Any] = {"lr": 0.0005, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8}
+LANGUAGE_TRAINING = TrainingFacts(
+    optimizer="torch.optim.adamw.AdamW",
+    groups=(GroupFacts(tensors=148, elements=124439808, options=ADAMW),),
+    max_grad_norm=1.0,
+    schedule=None,
+    seed=0,
+)
+"""As a search reads it of a language model that a configuration describes."""
+
+
 def make_plan(config: TrainingConfig | None = None, **given: Any) -> Plan:
     """A plan of a 16-sequence GPT-2 search in which bf16 with compiled blocks won over plain fp32.
 
-    With another workload, the micro-batches of its trials divide that one's global batch.
+    With another workload, the micro-batches of its trials divide that one's global batch, and the plan does not know
+    what it trains with.
     """
     config = config or TrainingConfig(
         micro_batch=4, precision="bf16", compile="block", attention="sdpa", checkpointing="every_2"
@@ -200,6 +213,7 @@ def make_plan(config: TrainingConfig | None = None, **given: Any) -> Plan:
         "environment": Environment(
             autoplan="0.1.0", torch="2.13.0", python="3.11.9", transformers="5.23.0", platform="Linux"
         ),
+        "training": None if "workload" in given else LANGUAGE_TRAINING,
     }
     return Plan(**(facts | given)).sealed()
 

@@ -19,7 +19,7 @@ from autoplan.planner.export.bundle import Bundle
 from autoplan.planner.export.kit import settings
 from autoplan.planner.plan.loader import setting_of
 from autoplan.planner.plan.plan import Plan
-from autoplan.strategies.analysis.training_facts import GroupFacts, ScheduleFacts, TrainingFacts
+from autoplan.strategies.analysis.training_facts import ScheduleFacts, TrainingFacts
 from autoplan.strategies.config import (
     ATTENTION_BACKENDS,
     CHECKPOINT_EVERY,
@@ -98,38 +98,6 @@ _AS_THEY_ARE = (
 ADAMW = "torch.optim.adamw.AdamW"
 
 
-def training_of(plan: Plan) -> TrainingFacts | None:
-    """The training facts of the plan's workload; None: an earlier version wrote the plan, and it does not say.
-
-    If a plan has no `training`, they are known for a language model alone, which trains with torch's AdamW.
-    """
-    from autoplan.strategies.workloads.registry import DEFAULT_OPTIONS
-
-    if plan.training is not None:
-        return plan.training
-    if plan.workload.kind in ("function", "object"):
-        return None
-    options = DEFAULT_OPTIONS | plan.workload.options
-    norm = options["max_grad_norm"]
-    group = GroupFacts(
-        tensors=0,
-        elements=0,
-        options={
-            "lr": float(options["learning_rate"]),
-            "weight_decay": float(options["weight_decay"]),
-            "betas": [0.9, 0.999],
-            "eps": 1e-8,
-        },
-    )
-    return TrainingFacts(
-        optimizer=ADAMW,
-        groups=(group,),
-        max_grad_norm=None if norm is None else float(norm),
-        schedule=None,
-        seed=int(options["seed"]),
-    )
-
-
 def why_not_made(training: TrainingFacts) -> str | None:
     """Why source cannot make the optimizer and the schedule of a workload; None: it can."""
     if not training.optimizer.startswith("torch.optim.") or not is_python_name(training.optimizer, dotted=True):
@@ -188,7 +156,7 @@ def training_not_carried(plan: Plan, whose: str) -> list[str]:
         plan: The plan.
         whose: Where optimizer and schedule then are, as in "they are your loop's own".
     """
-    training = training_of(plan)
+    training = plan.training
     if training is None:
         return [
             "optimizer, learning rate, weight decay, schedule, clipping and seed of the workload, which this plan does "
@@ -210,7 +178,7 @@ def training_not_carried(plan: Plan, whose: str) -> list[str]:
 
 def training_lines(plan: Plan) -> list[str]:
     """Lines on how the workload trains, for the head of a file."""
-    training = training_of(plan)
+    training = plan.training
     if training is None:
         return []
     groups = ", ".join(str(group.options.get("weight_decay", 0)) for group in training.groups)
@@ -250,7 +218,7 @@ def loop_settings(plan: Plan, tool: str, **changes: Any) -> dict[str, Any]:
         tool: The tool that wraps model and optimizer.
         **changes: Of the plan's constants, where the tool does it by itself.
     """
-    config, training = plan.config, training_of(plan)
+    config, training = plan.config, plan.training
     fsdp = config.dp_shard > 1
     values = plan_settings(plan) | {
         "TOOL": tool,

@@ -19,7 +19,6 @@ from autoplan.planner.export.companion import (
     loop_not_carried,
     loop_settings,
     module_text,
-    training_of,
 )
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import installed_version, key_table
@@ -120,7 +119,7 @@ def values(plan: Plan) -> dict[str, Any]:
     Raises:
         ExportError: tensor or pipeline parallelism, replicas of shards, or an optimizer that ZeRO would change.
     """
-    config, training = plan.config, training_of(plan)
+    config, training = plan.config, plan.training
     refuse_model_parallelism("DeepSpeed's ZeRO", config, replicas_of_shards=False)
     name = "" if training is None else last_part(training.optimizer)
     if stage(plan) and name in BY_TENSOR:

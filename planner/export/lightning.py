@@ -20,7 +20,6 @@ from autoplan.planner.export.companion import (
     module_text,
     optimizer_settings,
     training_not_carried,
-    training_of,
 )
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import installed_version, pick_table
@@ -85,7 +84,7 @@ class FabricTarget(LightningTarget):
 
 def settings(plan: Plan, kind: Kind, arguments: LightningArguments) -> dict[str, Any]:
     """The constants of the module."""
-    training = training_of(plan)
+    training = plan.training
     values = loop_settings(plan, kind)
     if training is not None and values["MAKES_OPTIMIZERS"] and drops_fused_step(plan.config, training.max_grad_norm):
         own = plan.model_copy(update={"config": plan.config.model_copy(update={"optimizer_step": "own"})})
@@ -102,7 +101,7 @@ def settings(plan: Plan, kind: Kind, arguments: LightningArguments) -> dict[str,
 
 def arguments_of(plan: Plan, kind: Kind, version: str | None) -> LightningArguments:
     """The arguments of a plan's Trainer or Fabric."""
-    training = training_of(plan)
+    training = plan.training
     return lightning_arguments(
         plan.config,
         device=plan.device,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.companion import ADAMW, first_rates, last_part, training_of
+from autoplan.planner.export.companion import ADAMW, first_rates, last_part
 from autoplan.planner.export.pytorch import model_fields
 from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.analysis.training_facts import TrainingFacts
@@ -59,8 +59,9 @@ def adamw_of(plan: Plan, tool: str) -> TrainingFacts:
         ExportError: the optimizer is not torch's AdamW with one group, as these tools have it, or not all of
             it is known.
     """
-    training = training_of(plan)
-    assert training is not None, "a workload that a configuration describes has an optimizer"
+    training = plan.training
+    if training is None:
+        raise _not_said("what the workload trains with", tool)
     if training.optimizer != ADAMW or len(training.groups) != 1:
         what = last_part(training.optimizer)
         raise ExportError(
@@ -71,16 +72,20 @@ def adamw_of(plan: Plan, tool: str) -> TrainingFacts:
     options = training.main_group.options
     unknown = [name for name in ADAMW_OPTIONS if name not in options]
     if unknown:
-        raise ExportError(
-            f"the plan does not say {', '.join(unknown)} of the workload's AdamW, which {tool} has to be told",
-            hint="Search again: a plan of this version has them.",
-        )
+        raise _not_said(f"{', '.join(unknown)} of the workload's AdamW", tool)
     return training
+
+
+def _not_said(what: str, tool: str) -> ExportError:
+    return ExportError(
+        f"the plan does not say {what}, which {tool} has to be told",
+        hint="Search again: a plan of this version says it.",
+    )
 
 
 def data_not_carried(plan: Plan) -> list[str]:
     """Sentences on what no such tool takes from a workload."""
-    training = training_of(plan)
+    training = plan.training
     found = ["the data: the workload's batches are random tokens; give the tool its own data set and tokenizer"]
     if training is not None and training.schedule is not None:
         found.append(

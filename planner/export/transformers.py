@@ -24,7 +24,6 @@ from autoplan.planner.export.companion import (
     loop_settings,
     module_text,
     optimizer_settings,
-    training_of,
     why_not_made,
 )
 from autoplan.planner.export.user_code import read_by_tool
@@ -204,7 +203,7 @@ def compare_with_plan(plan: Plan, text: str, found: dict[str, Any]) -> None:
 
 def expected(plan: Plan) -> dict[str, Any]:
     """The values of a Trainer's arguments, by their own names, if the file says what the plan has."""
-    config, training = plan.config, training_of(plan)
+    config, training = plan.config, plan.training
     values: dict[str, Any] = {
         "per_device_train_batch_size": config.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
@@ -336,7 +335,7 @@ class TrainedParts(NamedTuple):
 
 def trained_parts(plan: Plan) -> TrainedParts:
     """The training of the plan's workload, in parts for the Trainer."""
-    training = training_of(plan)
+    training = plan.training
     if training is None:
         return TrainedParts({}, [_UNKNOWN], {})
     values: dict[str, Any] = {"max_grad_norm": training.max_grad_norm or 0.0, "seed": training.seed}

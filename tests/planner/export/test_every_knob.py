@@ -12,7 +12,7 @@ from autoplan.planner.export.run import TARGETS, load_target
 from autoplan.strategies.config import KNOBS, TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
 from tests.contracts.knob_cases import needed_by, tried_values
-from tests.recorded import make_plan
+from tests.recorded import LANGUAGE_TRAINING, make_plan
 
 SHARDS = {("offload", "parameters"): {"dp_shard": 2}}
 """What a value needs that the other values of its knob do not."""
@@ -27,7 +27,7 @@ def exported(target: str, device: str, config: TrainingConfig) -> str | None:
     given: dict[str, Any] = {}
     if target in FOR_GPUS:
         spec = make_spec(model="llama2-7b", sequence_length=32, global_batch=32)
-        given = {"workload": spec, "accumulation": config.accumulation(32)}
+        given = {"workload": spec, "accumulation": config.accumulation(32), "training": LANGUAGE_TRAINING}
     try:
         export = load_target(target).render(make_plan(config, device=device, **given), "plan")
     except ExportError as error:

@@ -18,7 +18,7 @@ from autoplan.planner.plan.key_tables import pick_table
 from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
-from tests.recorded import make_plan
+from tests.recorded import LANGUAGE_TRAINING, make_plan
 from tests.strategies.tiny import classifier
 
 LLAMA = {
@@ -41,7 +41,7 @@ def plan_of(folder: Path, fields: dict[str, Any] | None = None, device: str = "c
     spec = make_spec(model=str(path), sequence_length=32, global_batch=32)
     config = TrainingConfig(**({"micro_batch": 1} | knobs))
     accumulation = config.accumulation(32)
-    return make_plan(config, workload=spec, device=device, accumulation=accumulation)
+    return make_plan(config, workload=spec, device=device, accumulation=accumulation, training=LANGUAGE_TRAINING)
 
 
 def text_of(target: str, plan: Plan) -> tuple[str, str]:
@@ -140,8 +140,7 @@ def test_megatron_keeps_the_model_and_its_defaults_do_not_creep_in(tmp_path: Pat
     table = pick_table("megatron", None)["flags"]
     for flag in ("--clip-grad", "--attention-dropout", "--hidden-dropout", "--weight-decay"):
         assert table[flag]["default"] and flag in given, "a default that is not nothing is written over"
-    gpt2 = make_spec(model="gpt2", sequence_length=32, global_batch=32)
-    model, _ = flags(make_plan(TrainingConfig(micro_batch=2), workload=gpt2, device="cuda", accumulation=16))
+    model, _ = flags(make_plan(TrainingConfig(micro_batch=2), device="cuda"))
     assert model["--hidden-dropout"] == 0.1 and model["--openai-gelu"] is True and model["--ffn-hidden-size"] == 3072
     for fields, rule in [
         ({"model_type": "phi3"}, "no flags of Megatron are known for models of type phi3"),

@@ -287,14 +287,6 @@ def test_another_number_of_ranks_is_refused(
     assert words in said and f"torchrun --nproc-per-node {ranks}" in said
 
 
-def test_a_language_model_of_an_earlier_plan_keeps_its_defaults() -> None:
-    """Options that were not given are those of the workload, which clips at 1.0."""
-    plan = make_plan()
-    plan = plan.model_copy(update={"workload": plan.workload.model_copy(update={"options": {}})})
-    arguments, _, _ = arguments_of(plan)
-    assert (arguments["max_grad_norm"], arguments["learning_rate"]) == (1.0, 5e-5)
-
-
 def test_facts_are_data_that_load_again() -> None:
     facts = read_training_facts(make_workload("two_groups", linear_warmup, 0.1), build_on_meta(language(NO_DROPOUT)))
     assert TrainingFacts.model_validate_json(facts.model_dump_json()) == facts
