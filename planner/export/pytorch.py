@@ -111,8 +111,8 @@ def _refuse_other_names(plan: Plan) -> None:
         raise ExportError(
             f"{path} imports {', '.join(found)}, and the script, which runs without autoplan, has of it "
             f"{', '.join(GIVEN_NAMES)}",
-            hint="Import it where it is used: in a function, or under if __name__ == '__main__'. Or use the targets "
-            "torchrun and slurm, which run autoplan.",
+            hint="Import it where the workload does not need it: under if __name__ == '__main__', or in another "
+            "function. Or use the targets torchrun and slurm, which run autoplan.",
         )
 
 
