@@ -26,7 +26,13 @@ Task = Literal["causal", "masked", "seq2seq"]
 _MASKED_TYPES = ("bert", "roberta", "distilbert", "deberta", "deberta-v2", "electra", "albert", "modernbert")
 _MASKED_SHARE = 0.15  # of the tokens, Devlin et al. 2019, section 3.1
 _TARGET_SHARE = 114 / 512  # target over input length of T5's span corruption, Raffel et al. 2020, section 3.1.4
-_SCALED_LOGITS = ("logit_scale", "logits_scaling", "final_logit_softcapping", "output_multiplier_scale")
+_SCALED_LOGITS = (
+    "logit_scale",
+    "logits_scaling",
+    "final_logit_softcapping",
+    "output_multiplier_scale",
+    "lm_head_multiplier",
+)
 
 
 def task_of(fields: Mapping[str, Any]) -> Task:
@@ -262,6 +268,10 @@ class CausalHead:
                 return f"the model scales or caps its logits ({name}), which the fused operation does not"
         if getattr(config, "output_router_logits", False):
             return "the model adds an auxiliary loss of its own"
-        if not isinstance(self.linear(model), nn.Linear):
+        head: Any = self.linear(model)
+        if not isinstance(head, nn.Linear):
             return "the output head is not a linear layer"
+        base: Any = getattr(model, "base_model", None)
+        if base is None or any(module is head for module in base.modules()):
+            return "the model has no base model without the output head (that of a PeftModel is the whole model)"
         return None

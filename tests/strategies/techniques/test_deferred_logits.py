@@ -14,6 +14,7 @@ from autoplan.strategies.prepare import prepare
 from autoplan.strategies.techniques.deferred_logits import FUSED, DeferredLoss
 from autoplan.strategies.techniques.loss import LossStrategy, output_linear
 from autoplan.strategies.techniques.loss_kernels import choose_kernel
+from autoplan.strategies.workloads.language_model import CausalHead
 from autoplan.strategies.workloads.workload import LossSum
 from tests.recorded import make_hardware
 from tests.strategies.tiny import BERT, GPT2, LLAMA, T5, classifier, language
@@ -148,6 +149,47 @@ def test_the_head_is_the_copy_that_trains():
     model = language(LLAMA).build_model()
     model.lm_head = Adapted(model.lm_head)
     assert output_linear(find_structure(model)) is model.lm_head.modules_to_save["default"]
+
+
+class Forwards(nn.Module):
+    """As peft's PeftModel and the LoraModel inside of it: what it lacks is asked of the model inside."""
+
+    def __init__(self, name, inside):
+        super().__init__()
+        self.inside = name
+        setattr(self, name, inside)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__(self.__dict__["inside"]), name)
+
+    def forward(self, *given, **options):
+        return getattr(self, self.__dict__["inside"])(*given, **options)
+
+
+def test_the_base_model_of_a_wrapper_is_the_whole_model_and_its_logits_are_deferred():
+    plain = language(LLAMA, length=16)
+
+    def build():
+        return Forwards("base_model", Forwards("model", plain.build_model()))
+
+    workload = dataclasses.replace(plain, build_model=build)
+    offered = LossStrategy().choices(workload, find_structure(build_on_meta(workload)), make_hardware(), "cpu")
+    assert offered.values == ("full", "fused")
+    losses = []
+    for found, loss in ((plain, "full"), (workload, "fused")):
+        run = prepare(found, TrainingConfig(micro_batch=2, loss=loss))
+        losses.append([run.step(found.make_batch(4, index)).loss.item() for index in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_logits_that_a_model_multiplies_are_not_those_of_its_head():
+    model = build_on_meta(language(LLAMA))
+    assert CausalHead().reason_against(model) is None
+    model.config.lm_head_multiplier = 0.04  # of Falcon-H1
+    assert "lm_head_multiplier" in CausalHead().reason_against(model)
 
 
 def test_few_classes_are_not_worth_it():
