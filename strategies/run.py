@@ -49,6 +49,7 @@ class TrainingRun(Stepper):
             replays_graphs=replays_graphs,
         )
         self._build = build
+        self._state_at_once = bool(getattr(build.optimizer, "state", None))
         self.workload = workload
         self.config = config
         self.local_batch = accumulation * config.micro_batch
@@ -177,7 +178,7 @@ class TrainingRun(Stepper):
 
         On several ranks each continues with a random state of its own, made of the seed, the step and the rank.
         """
-        restore_state(self.model, self.optimizer, state["model"], state["optimizer"])
+        restore_state(self.model, self.optimizer, state["model"], state["optimizer"], at_once=self._state_at_once)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
         if self.schedule is not None and state["schedule"] is not None:

@@ -8,8 +8,9 @@ so that each pipeline stage writes and reads its own part.
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 from autoplan.strategies.techniques.mesh import is_fused, local_tensor, whole_tensor
 from autoplan.strategies.techniques.rounded_steps import MASTER, held_by, rounding_of
-from autoplan.strategies.workloads.optimizers import constructor_options
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # How an optimizer's step runs: the plan decides it, not the state.
 _STEP_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def collect_state(
@@ -43,8 +44,9 @@ def collect_state(
         has_stepped: The optimizer took a step.
     """
     has_state = bool(optimizer.state)
-    elsewhere = not has_state and (has_stepped or bool(inner_optimizers(optimizer)))
-    with without_steps(optimizer) if elsewhere else contextlib.nullcontext():
+    elsewhere = has_stepped or bool(inner_optimizers(optimizer))
+    unseen = without_steps(optimizer) if elsewhere else _first_step_unseen(optimizer)
+    with contextlib.nullcontext() if has_state else unseen:
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
     if not has_state:
         optimizer.state.clear()
@@ -61,19 +63,26 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     model_state: Mapping[str, Any],
     optimizer_state: Mapping[str, Any],
+    *,
+    at_once: bool = False,
 ) -> None:
-    """Puts a state back that collect_state gave, under the same or another config; all ranks call it."""
+    """Puts a state back that collect_state gave, under the same or another config; all ranks call it.
+
+    Args:
+        model, optimizer: Those of the run.
+        model_state, optimizer_state: What collect_state gave.
+        at_once: The optimizer had a state when it was made, as Adagrad, and not from its first step on.
+    """
     layouts = {name: value.placements for name, value in model.state_dict().items() if isinstance(value, DTensor)}
     plain_layouts = {_plain(name): placements for name, placements in layouts.items()}
     held = {_plain(name) for name, _ in model.named_parameters()}
     back = {early: late for late, early in _tied_names(model).items() if early not in held}
     flags = [{flag: group[flag] for flag in _STEP_FLAGS if flag in group} for group in optimizer.param_groups]
+    keys = [set(group) for group in optimizer.param_groups]
     own = {_with_names(key, back): value for key, value in optimizer_state.items()}
     for parameter in held_by(optimizer):
-        parameter.grad = None  # if one is there, torch makes no state, and loads none
-    _set_masters(model, optimizer, model_state, plain_layouts)  # before torch's own first step, which looks at them
-    has_state = any(map(_is_state, optimizer_state))
-    with contextlib.nullcontext() if has_state else without_steps(optimizer):  # torch steps to make what it loads into
+        parameter.grad = None  # it was made with other weights
+    with _room_for(own, model, optimizer):
         set_state_dict(
             model,
             optimizer,
@@ -84,8 +93,11 @@ def restore_state(
     _set_masters(model, optimizer, model_state, plain_layouts)
     for group, kept in zip(optimizer.param_groups, flags, strict=True):
         group.update(kept)
-    if _is_of_no_step(optimizer_state) and not _has_state_at_once(optimizer):
+    if _is_of_no_step(optimizer_state) and not at_once:
         optimizer.state.clear()
+        for group, before in zip(optimizer.param_groups, keys, strict=True):
+            for key in group.keys() - before:
+                del group[key]  # its first step makes it
     place_steps(optimizer)
 
 
@@ -110,6 +122,84 @@ def without_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             optimizer.__dict__["step"] = before
 
 
+@contextlib.contextmanager
+def _first_step_unseen(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, torch makes the first step of an optimizer, to see its state. The hooks on a step do not run.
+
+    Values of the groups are put back before they are read. One that the step has added is zero there, as the state is,
+    and is taken out afterwards.
+    """
+    hooks = {name: vars(optimizer)[name] for name in _STEP_HOOKS if name in vars(optimizer)}
+    kept = [dict(group) for group in optimizer.param_groups]
+    tensors = [(value, value.clone()) for group in kept for value in group.values() if isinstance(value, torch.Tensor)]
+
+    @torch.no_grad()
+    def put_back(*_: Any) -> None:
+        for tensor, before in tensors:
+            tensor.copy_(before)
+        for group, before in zip(optimizer.param_groups, kept, strict=True):
+            group.update({key: before.get(key, _zero(value)) for key, value in group.items()})
+
+    handle = optimizer.register_state_dict_pre_hook(put_back, prepend=True)
+    vars(optimizer).update({name: {} for name in hooks})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(hooks)
+        handle.remove()
+        put_back()
+        for group, before in zip(optimizer.param_groups, kept, strict=True):
+            for key in group.keys() - before.keys():
+                del group[key]
+
+
+@contextlib.contextmanager
+def _room_for(saved: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, an optimizer has the keys of a saved state, since torch loads no others.
+
+    torch would get them from a step. That runs hooks, and gives a state to a parameter that no backward had reached, of
+    which none was saved. A group without parameters is taken out: torch finds the values of a group by a parameter.
+    """
+    names = collections.defaultdict(list)
+    for name, parameter in _parameters(model):
+        names[id(parameter)].append(name)
+    found = _keys_by_parameter(saved, {name for some in names.values() for name in some})
+    states, groups = dict(optimizer.state), optimizer.param_groups
+    for parameter in held_by(optimizer):
+        of_it = [key for name in names[id(parameter)] for key in found["state", name]]
+        optimizer.state[parameter] = dict.fromkeys(of_it)
+    full = [group for group in groups if group["params"]]
+    for group in full:
+        for name in names[id(group["params"][0])]:
+            for key in found["param_groups", name]:
+                group.setdefault(key, saved[f"param_groups.{name}.{key}"])
+    if len(full) < len(groups):
+        optimizer.param_groups = full
+    try:
+        yield
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.state.update(states)
+        raise
+    finally:
+        if len(full) < len(groups):
+            loaded = iter(optimizer.param_groups)
+            optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
+    for parameter in [one for one, state in optimizer.state.items() if state == {}]:
+        del optimizer.state[parameter]
+
+
+def _keys_by_parameter(saved: Iterable[str], names: Collection[str]) -> dict[tuple[str, str], list[str]]:
+    """What is saved of parameters: by `state` or `param_groups` and a name, the keys there."""
+    found = collections.defaultdict(list)
+    for key in saved:
+        kind, *parts = key.split(".")
+        for end in range(1, len(parts)):
+            if (name := ".".join(parts[:end])) in names:
+                found[kind, name].append(parts[end])
+    return found
+
+
 def _is_state(key: str) -> bool:
     return key.startswith("state.")
 
@@ -127,12 +217,6 @@ def _is_of_no_step(optimizer_state: Mapping[str, Any]) -> bool:
     tensors = (local_tensor(value) for value in numbers if isinstance(value, torch.Tensor))
     others = (value for value in numbers if isinstance(value, bool | int | float))
     return bool(numbers) and not any(others) and not any(bool(tensor.any()) for tensor in tensors)
-
-
-def _has_state_at_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer makes its state when it is made, as Adagrad does, and not in its first step."""
-    kind: Any = type(optimizer)
-    return bool(kind([nn.Parameter(torch.zeros(1))], **constructor_options(optimizer)).state)
 
 
 def place_steps(optimizer: torch.optim.Optimizer) -> None:

@@ -489,7 +489,7 @@ class _WatchedRun:
             return "the optimizer holds others, whose state is no part of its own"
         moments, others = dict(run.optimizer.state), self.kept_state()
         torch.rand(1)  # the generators are not as they were before the first step
-        self._part = ""  # torch makes a step of zeros before it saves an optimizer without state, and before it loads
+        self._part = ""  # torch makes a step of zeros before it saves an optimizer without state
         try:
             state = run.state_dict()
         except Exception as error:  # an optimizer that torch's functions for checkpoints do not know

@@ -14,7 +14,7 @@ from autoplan.strategies.prepare import prepare
 from autoplan.strategies.state import place_steps
 from autoplan.strategies.workloads.optimizers import trainable
 from autoplan.strategies.workloads.samples import batches_from_dataset
-from autoplan.strategies.workloads.workload import LossSum
+from autoplan.strategies.workloads.workload import LossSum, Workload
 from tests.strategies.tiny import GPT2, Classifier, Pair, classifier, image_loss, language, sgd
 
 NO_DROPOUT = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -121,6 +121,86 @@ def test_loading_takes_no_step_of_an_optimizer_that_keeps_its_state_elsewhere():
     steps(fresh, 1, 3)
     for name, tensor in fresh.model.state_dict().items():
         assert torch.equal(tensor, loaded.model.state_dict()[name]), name
+
+
+class OneUnused(nn.Module):
+    """Without biases; no backward reaches the second layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def numbers(build_optimizer):
+    return Workload(
+        name="numbers",
+        build_model=OneUnused,
+        make_batch=lambda count, index: torch.randn(count, 4, generator=torch.Generator().manual_seed(index)),
+        loss=lambda model, batch: LossSum((model(batch) - 1).square().sum(), len(batch)),
+        build_optimizer=build_optimizer,
+        global_batch=4,
+    )
+
+
+def with_an_empty_group(parameters):
+    given = list(parameters)
+    biases = {"params": [p for p in given if p.dim() < 2], "weight_decay": 0.0}
+    return torch.optim.AdamW([biases, {"params": [p for p in given if p.dim() > 1], "lr": 0.1}])
+
+
+def with_muon(parameters):
+    return torch.optim.Muon(parameters, lr=0.1)
+
+
+class CountsInGroups(torch.optim.Optimizer):
+    """As timm's Lamb: its groups count steps, from the first on."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "calls": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["calls"] += 1
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                total = self.state[parameter].setdefault("total", torch.zeros_like(parameter)).add_(parameter.grad)
+                parameter.sub_(total, alpha=group["lr"] / group["step"])
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("build_optimizer", [with_an_empty_group, with_muon, with_adagrad, CountsInGroups])
+def test_a_resumed_run_trains_as_one_that_went_on(build_optimizer, before):
+    workload = numbers(build_optimizer)
+    run, resumed = prepare(workload, PLAIN), prepare(workload, PLAIN)
+    steps(run, 0, before)
+    resumed.load_state_dict(copy.deepcopy(run.state_dict()))
+    kept = [one.model.unused.weight in one.optimizer.state for one in (run, resumed)]
+    assert kept == [build_optimizer is with_adagrad] * 2
+    assert torch.equal(torch.stack(steps(run, before, 4)), torch.stack(steps(resumed, before, 4)))
+    for one, two in zip(run.optimizer.param_groups, resumed.optimizer.param_groups, strict=True):
+        assert {**one, "params": len(one["params"])} == {**two, "params": len(two["params"])}
+
+
+def test_saving_and_loading_take_no_step_that_shows():
+    """torch makes one to see what state an optimizer will have."""
+    run, other = (prepare(numbers(CountsInGroups), PLAIN) for _ in range(2))
+    called = []
+    for one in (run, other):
+        one.optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
+        one.optimizer.register_step_post_hook(lambda *_: called.append("post"))
+    saved = run.state_dict()
+    other.load_state_dict(copy.deepcopy(saved))
+    for one in (run, other):
+        assert one.optimizer.param_groups[0]["calls"] == 0 and "step" not in one.optimizer.param_groups[0]
+    assert saved["optimizer"]["param_groups.used.weight.calls"] == 0
+    assert saved["optimizer"]["param_groups.used.weight.step"] == 0, "a loader of checkpoints looks for these keys"
+    assert called == []
+    steps(run, 0, 1)
+    assert called == ["pre", "post"]
 
 
 @pytest.mark.parametrize(
