@@ -138,13 +138,13 @@ def source_of(value: Any) -> LoaderSource:
         "worker_init_fn": value.worker_init_fn,
         "context": None if context is None else context.get_start_method(),
     }
-    if LoaderSource(dataset=value.dataset).streams:
-        return LoaderSource(**common)
     if value.batch_sampler is None:
         raise WorkloadError(
             "the loader has batch_size=None, so its dataset makes the batches, and their size cannot be a plan's",
             hint="Give the DataLoader a batch_size, and a dataset whose items are single samples.",
         )
+    if LoaderSource(dataset=value.dataset).streams:
+        return LoaderSource(**common)
     sampler = sampler_of(value)
     if is_plain_order(sampler, value.dataset):
         return LoaderSource(**common, shuffled=type(sampler) is RandomSampler)

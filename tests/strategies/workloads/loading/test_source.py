@@ -367,8 +367,9 @@ def test_what_is_no_dataset_or_does_not_travel_is_refused():
     assert "loader=make_dataset" in str(refused.value.hint)
     with pytest.raises(WorkloadError, match="the loader is int"):
         source_of(3)
-    with pytest.raises(WorkloadError, match="batch_size=None"):
-        source_of(DataLoader(Numbers(4), batch_size=None))
+    for dataset in (Numbers(4), Stream(4)):
+        with pytest.raises(WorkloadError, match="batch_size=None"):
+            source_of(DataLoader(dataset, batch_size=None))
     with pytest.raises(WorkloadError, match="the loader is 'train.bin'"):
         spec_of_text("train.bin")
 
