@@ -35,6 +35,7 @@ _KINDS = {
     "matmul": "compute",
     "matmul/full": "compute",
     "matmul/half": "compute",
+    "matmul/fp8": "compute",
     "attention": "compute",
     "memory": "memory_bandwidth",
     "fused_memory": "memory_bandwidth",

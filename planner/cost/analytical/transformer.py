@@ -144,6 +144,7 @@ def is_traced(name: str, fixed: Collection[str] = ()) -> bool:
 
 
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")
+_TIED = ("bert", "gemma", "gemma2")  # where a config does not say it
 _SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 
@@ -179,7 +180,7 @@ def from_config(config: dict[str, Any], name: str) -> Transformer:
             ffn=config["intermediate_size"],
             vocab=config["vocab_size"],
             gated_mlp=kind != "bert",
-            tied_embeddings=bool(config.get("tie_word_embeddings", kind == "bert")),
+            tied_embeddings=bool(config.get("tie_word_embeddings", kind in _TIED)),
             positions=config.get("max_position_embeddings", 0) if kind == "bert" else 0,
             max_length=config.get("max_position_embeddings"),
             products_apart=kind not in ("bert", "phi3"),

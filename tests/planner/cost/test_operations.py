@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autoplan.api import make_workload_spec
-from autoplan.planner.cost.analytical.transformer import Transformer, from_config
+from autoplan.planner.cost.analytical.transformer import _GATED, _SPARSE, Transformer, from_config
 from autoplan.planner.cost.operations import Shape, checkpointed_groups, transformer_groups
 from autoplan.planner.trace.build_profile import profile_workload
 from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, TraceRequest, VariantKey
@@ -99,6 +99,14 @@ def attention(groups: Any, phase: str) -> float:
 def written(name: str) -> tuple[Transformer, list[OperationGroup]]:
     model = from_config(CONFIGS[name], name)
     return model, transformer_groups(model.shape(LENGTH))
+
+
+@pytest.mark.parametrize("kind", ("gpt2", "bert", *_GATED, *_SPARSE))
+def test_a_head_is_tied_by_default_where_it_is_in_transformers(kind: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    said = {name: value for name, value in (LLAMA | EXPERTS).items() if name != "tie_word_embeddings"}
+    assert from_config(said | {"model_type": kind}, kind).tied_embeddings is CONFIG_MAPPING[kind]().tie_word_embeddings
 
 
 def test_latent_attention_is_traced_as_cudas_kernels_do_it(tmp_path: Path) -> None:

@@ -276,6 +276,7 @@ def test_what_binds_is_the_largest_kind() -> None:
         bound_of({"matmul/full": 1.0, "fused_memory": 1.2, "optimizer": 0.1}, waits_for_input=False)
         == "memory_bandwidth"
     )
+    assert bound_of({"matmul/fp8": 1.0, "matmul/half": 0.5, "memory": 1.2}, waits_for_input=False) == "compute"
 
 
 def test_accumulation_is_the_global_batch_over_the_ranks() -> None:
