@@ -11,8 +11,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from autoplan.errors import ConfigError
 from autoplan.probes.host import read_host
 from autoplan.probes.profile import HardwareProfile
@@ -21,7 +19,7 @@ from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.techniques.host_memory import HostActivations, keep_states_on_host, reason_against_pieces
 from autoplan.strategies.techniques.mesh import local_tensor
-from autoplan.strategies.workloads.optimizers import trainable
+from autoplan.strategies.workloads.optimizers import kept_states, trainable
 from autoplan.strategies.workloads.workload import Workload
 from autoplan.units import format_bytes
 
@@ -58,7 +56,7 @@ class OffloadStrategy:
         if value == "optimizer":
             pieces = reason_against_pieces(build.workload.build_optimizer, len(parameters))
             check_applies(build.config, self.name, pieces)
-        states = count_states(build.workload, len(parameters))
+        states = kept_states(build.workload.build_optimizer, parameters).tensors
         tensors = states if value == "optimizer" else states + 1  # the parameters lie there already
         sizes = [local_tensor(parameter).numel() * parameter.element_size() for parameter in parameters]
         check_host_memory(value, tensors * sum(sizes), ranks_here(build.config.world_size))
@@ -75,16 +73,6 @@ def saving_on_host(forward_context: Any) -> Any:
             yield
 
     return opened
-
-
-def count_states(workload: Workload, parameters: int) -> int:
-    """Tensors of the parameter's size that the optimizer keeps for each; seen on tiny ones, as many as the model's."""
-    tiny = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(max(1, parameters))]
-    optimizer = workload.build_optimizer(tiny)
-    tiny[0].grad = torch.ones_like(tiny[0])
-    optimizer.step()
-    states = optimizer.state.get(tiny[0], {})
-    return sum(isinstance(state, torch.Tensor) and state.shape == tiny[0].shape for state in states.values())
 
 
 def ranks_here(world_size: int) -> int:
