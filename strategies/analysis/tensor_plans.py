@@ -118,6 +118,10 @@ def _complete(model: nn.Module, structure: Structure, styles: dict[str, str]) ->
         within = any(name.startswith(block + ".") for block in blocks)
         if isinstance(module, nn.Dropout) and module.p > 0 and name != entry and not within:
             return f"{name} applies dropout to hidden states that every rank has whole; each would drop other elements"
+    tables = _vocabulary_tables(structure)
+    reason = _tied_otherwise(structure, tables)
+    if reason is not None:
+        return reason
     unit, unit_of = _unit(model, styles)
     return TensorPlan(
         styles=styles,
@@ -125,7 +129,7 @@ def _complete(model: nn.Module, structure: Structure, styles: dict[str, str]) ->
         entry=entry,
         exit=prefix + norms[-1] if len(norms) == 1 else blocks[-1],
         head=None if structure.head is None else structure.head[0],
-        vocabulary_tables=_vocabulary_tables(structure),
+        vocabulary_tables=tables,
         widths={
             name: _WIDTHS[type(module).__name__]
             for name, module in model.named_modules()
@@ -137,6 +141,7 @@ def _complete(model: nn.Module, structure: Structure, styles: dict[str, str]) ->
 
 
 def _vocabulary_tables(structure: Structure) -> tuple[str, ...]:
+    """The embeddings of as many rows as the head, in which a row alone decides what is found: it may be scaled."""
     if structure.head is None:
         return ()
     head: Any = structure.head[1]
@@ -144,8 +149,20 @@ def _vocabulary_tables(structure: Structure) -> tuple[str, ...]:
     return tuple(
         name
         for name, module in structure.embeddings
-        if isinstance(module, nn.Embedding) and module.num_embeddings == rows and module.max_norm is None
+        if isinstance(module, nn.Embedding)
+        and module.num_embeddings == rows
+        and module.max_norm is None
+        and len(list(module.parameters())) == 1
     )
+
+
+def _tied_otherwise(structure: Structure, tables: tuple[str, ...]) -> str | None:
+    """Why the output head is not split: its weight is that of an embedding which is none of these tables."""
+    head: Any = None if structure.head is None else structure.head[1]
+    for name, module in structure.embeddings:
+        if head is not None and name not in tables and module.weight is head.weight:
+            return f"{name} ({type(module).__name__}) is tied to the output head, and does more than look up rows"
+    return None
 
 
 def _known_patterns(model: nn.Module) -> Mapping[str, str] | str:

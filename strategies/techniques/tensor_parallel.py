@@ -322,27 +322,32 @@ def _vocabulary_forward(module: Any, mesh: DeviceMesh, ids: torch.Tensor) -> tor
     mine = (ids >= start) & (ids < start + rows.shape[0])
     padding = module.padding_idx
     padding = padding - start if padding is not None and 0 <= padding - start < rows.shape[0] else None
-    found = F.embedding(torch.where(mine, ids - start, 0), rows, padding_idx=padding)
+    ids = torch.where(mine, ids - start, 0)
+    if type(module) is nn.Embedding:
+        found = F.embedding(ids, rows, padding_idx=padding)
+    else:  # it may scale what it finds
+        module.padding_idx, whole = padding, module.padding_idx
+        found = _own_forward(module, {"weight": rows}, ids)
+        module.padding_idx = whole
     return sum_whole(mesh, torch.where(mine.unsqueeze(-1), found, 0))
 
 
-class _LocalView:
-    """A module as its own forward sees it, with some parameters replaced by local tensors."""
-
-    def __init__(self, module: nn.Module, replaced: dict[str, torch.Tensor | None]) -> None:
-        self._module = module
-        self.__dict__.update(replaced)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+def _own_forward(module: nn.Module, tensors: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module's class, with other tensors in the place of parameters; it may call super()."""
+    held, forward = module._parameters, type(module).forward
+    parameters = {name: held[name] for name in tensors}
+    held.update(tensors)
+    try:
+        return forward(module, *args, **kwargs)
+    finally:
+        held.update(parameters)
 
 
 def _replicated_forward(
     module: nn.Module, names: tuple[str, ...], gradient: Placement, *args: Any, **kwargs: Any
 ) -> Any:
-    replaced = {name: local(getattr(module, name), gradient) for name in names}
-    forward: Any = type(module).forward
-    return forward(_LocalView(module, replaced), *args, **kwargs)
+    tensors = {name: local(module._parameters[name], gradient) for name in names}
+    return _own_forward(module, tensors, *args, **kwargs)
 
 
 class VocabularyParallelLoss:
