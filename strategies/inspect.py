@@ -182,21 +182,21 @@ def inspect_workload(
         }
     )
 
-    def facts_of(structure: Structure) -> WorkloadFacts:
+    def facts_of(structure: Structure, noisy: bool = False) -> WorkloadFacts:
         with _enough_threads(model):
             offered = [strategy.choices(workload, structure, hardware, device) for strategy in STRATEGIES]
         choices = [limited(choice, workload.knobs) for choice in offered]
         facts = _facts(spec, workload, model, structure, choices)
         if not parallel:
             return facts
-        return facts.model_copy(update={"parallel": _parallel_facts(spec, model, structure, workload)})
+        return facts.model_copy(update={"parallel": _parallel_facts(spec, model, structure, workload, noisy=noisy)})
 
     _check_optimizer(workload, model)
     runs_loss = spec.kind in ("function", "object") and not structure.micro_batch_dependent
     if real and runs_loss and workload.knobs is None:
         phase(LOSS_PHASE)
-        dependent = find_dependent_loss(workload, model, runs_on)
-        return facts_of(dataclasses.replace(structure, micro_batch_dependent=dependent))
+        dependent, noisy = find_dependent_loss(workload, model, runs_on, seeds=parallel)
+        return facts_of(dataclasses.replace(structure, micro_batch_dependent=dependent), noisy)
     facts = facts_of(structure)
     if workload.knobs is not None:
         early(facts)
@@ -207,8 +207,10 @@ def inspect_workload(
     early(facts)
     phase(LOSS_PHASE)
     with _enough_threads(model):
-        dependent = find_dependent_loss(workload, model, runs_on)
-    return facts_of(dataclasses.replace(structure, micro_batch_dependent=dependent)) if dependent else facts
+        dependent, noisy = find_dependent_loss(workload, model, runs_on, seeds=parallel)
+    if not dependent and not (noisy and parallel):
+        return facts
+    return facts_of(dataclasses.replace(structure, micro_batch_dependent=dependent), noisy)
 
 
 @contextlib.contextmanager
@@ -277,10 +279,21 @@ def _build_on(workload: Workload, device: str = "cpu") -> nn.Module:
         return model.to(device) if hasattr(model, "to") else model
 
 
-def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tuple[MicroBatchDependent, ...]:
-    """Runs the loss of a user's own function on two samples, to see whether it is a sum over samples.
+def find_dependent_loss(
+    workload: Workload, model: nn.Module, device: str, *, seeds: bool
+) -> tuple[tuple[MicroBatchDependent, ...], bool]:
+    """Runs the loss of a user's own function on two samples, to see whether it is a sum over samples, and draws noise.
 
     A model that is too large for that is left to the parity check, which looks too.
+
+    Args:
+        workload: What is trained.
+        model: Its model, on any device.
+        device: Where the loss runs.
+        seeds: Look for noise in a loss that is a sum, too: several ranks may train one model.
+
+    Returns:
+        Why it is no sum (empty: it is one), and whether it draws random numbers with dropout off.
 
     Raises:
         WorkloadError: the loss fails or returns the wrong thing.
@@ -296,7 +309,7 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
     from autoplan.strategies.workloads.user_errors import user_error
 
     if sum(parameter.numel() for parameter in model.parameters()) > LARGEST_RUN_PARAMETERS:
-        return ()
+        return (), False
     with seeded_build(workload.seed):
         real = _build_on(workload, device)
     enter_training_mode(real)
@@ -304,15 +317,16 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
     try:
         if (check := getattr(workload.loss, "check", None)) is not None:
             check(real, move_batch(workload.make_batch(2, 0), torch.device(device)))
-        found = measure_additivity(workload, real, torch.device(device), noise=False)
-        if found.additive or not found.deterministic:
+        found = measure_additivity(workload, real, torch.device(device), noise=False, seeds=seeds)
+        if found.additive or (found.padding is None and not found.deterministic):
             carried = carried_state(workload.loss, real, workload.make_batch, torch.device(device), seed=workload.seed)
-            return () if carried is None else (MicroBatchDependent(**carried._asdict()),)
+            dependent = () if carried is None else (MicroBatchDependent(**carried._asdict()),)
+            return dependent, not found.deterministic
     except WorkloadError:
         raise
     except Exception as error:
         if is_out_of_memory(error):  # the trials find a micro-batch that fits
-            return ()
+            return (), False
         raise user_error(
             error,
             f"loss(model, batch) of {workload.name} on make_batch(2, 0)",
@@ -321,7 +335,7 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
         ) from error
     words = getattr(workload.loss, "describe_dependence", None)  # of a loss that the user did not write as a LossSum
     why = found.describe() if words is None else words(found.describe())
-    return (MicroBatchDependent(name="loss", kind="Workload.loss", why=why),)
+    return (MicroBatchDependent(name="loss", kind="Workload.loss", why=why),), not found.deterministic
 
 
 def _what_is_counted(spec: WorkloadSpec, workload: Workload, batch: Any, model: nn.Module) -> dict[str, Any]:
@@ -414,16 +428,21 @@ def _check_optimizer(workload: Workload, model: nn.Module) -> None:
     check_optimizer(optimizer, f"what {what} gives")
 
 
-def _parallel_facts(spec: WorkloadSpec, model: nn.Module, structure: Structure, workload: Workload) -> ParallelFacts:
-    """The tp and pp that the model allows; no pipeline if batches differ in size."""
+def _parallel_facts(
+    spec: WorkloadSpec, model: nn.Module, structure: Structure, workload: Workload, *, noisy: bool
+) -> ParallelFacts:
+    """The tp and pp that the model allows; no pipeline if batches differ in size, or the optimizer is an instance."""
     from autoplan.strategies.analysis.pipeline_trace import trace_pipeline
     from autoplan.strategies.analysis.tensor_plans import find_tensor_plan
+    from autoplan.strategies.workloads.optimizers import follows_an_instance
 
     plan = find_tensor_plan(model, structure, workload.tensor_plan)
     trace = trace_pipeline(model, structure, workload)
     pp_reason = trace if isinstance(trace, str) else None
     if pp_reason is None and spec.batch_sizes is not None and spec.batch_sizes.vary:
         pp_reason = "its batches differ in size, and the stages of a pipeline are built for one size"
+    if pp_reason is None and follows_an_instance(workload.build_optimizer):
+        pp_reason = "its optimizer was given as an instance over all parameters, and a stage has some: give a function"
     length = workload.tokens_per_sample
     return ParallelFacts(
         num_blocks=len(structure.blocks),
@@ -431,6 +450,7 @@ def _parallel_facts(spec: WorkloadSpec, model: nn.Module, structure: Structure, 
         tp_unit_of="" if isinstance(plan, str) else plan.unit_of,
         tp_reason=plan if isinstance(plan, str) else None,
         pp_reason=pp_reason,
+        noisy=noisy,
         block_costs=() if isinstance(trace, str) else tuple(cost / length for cost in trace.block_costs),
         first_cost=0.0 if isinstance(trace, str) else trace.first_cost / length,
         last_cost=0.0 if isinstance(trace, str) else trace.last_cost / length,

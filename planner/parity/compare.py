@@ -212,6 +212,11 @@ def _reference_problems(measurement: ParityMeasurement, config: TrainingConfig) 
     if measurement.unproved and config.checkpointing != "none":
         problems.append(f"{measurement.unproved}, and this configuration has checkpointing too")
     noisy = measurement.deterministic is False
+    if noisy and config.tp * config.pp > 1:
+        problems.append(
+            "the loss draws random numbers, and each rank others, so ranks that share a model see other data: use tp=1 "
+            "and pp=1"
+        )
     if measurement.additive is False and not noisy and measurement.fixed_micro_batch != config.micro_batch:
         problems.append(
             "the loss of two samples is not the sum of their losses, so the micro-batch is part of what is trained; "

@@ -69,7 +69,9 @@ def check_additivity(workload: Workload, model: nn.Module, device: torch.device)
     return found.additive, found.deterministic
 
 
-def measure_additivity(workload: Workload, model: nn.Module, device: torch.device, *, noise: bool = True) -> Additivity:
+def measure_additivity(
+    workload: Workload, model: nn.Module, device: torch.device, *, noise: bool = True, seeds: bool = False
+) -> Additivity:
     """Whether the summed loss of two samples is the sum of their losses. Buffers are put back.
 
     Where the loss is another with each seed (noise in the loss, layerdrop), whether it adds up is not known.
@@ -78,7 +80,8 @@ def measure_additivity(workload: Workload, model: nn.Module, device: torch.devic
         workload: Makes the samples and computes the loss.
         model: In train mode, on the device, with its dropout off.
         device: Where.
-        noise: Look for noise in a loss that adds up, too.
+        noise: Look for noise first. Whether a loss with noise adds up is then not looked at.
+        seeds: Without that: try other seeds of a loss that adds up, too.
 
     Raises:
         WorkloadError: the loss is not a LossSum.
@@ -87,18 +90,25 @@ def measure_additivity(workload: Workload, model: nn.Module, device: torch.devic
     # A window or a pooling may need longer sequences, and a loss that differentiates by its inputs needs a graph.
     for batch, graph in ((shorten(whole, SHORT_LENGTH), False), (whole, False)):
         with contextlib.suppress(Exception):
-            found = _measure(workload, model, batch, device, graph=graph, noise=noise)
+            found = _measure(workload, model, batch, device, graph=graph, noise=noise, seeds=seeds)
             break
     else:
-        found = _measure(workload, model, whole, device, graph=True, noise=noise)
-    if not (found.additive and found.deterministic):
+        found = _measure(workload, model, whole, device, graph=True, noise=noise, seeds=seeds)
+    if not found.additive:
         return found
     share = padding_share(workload.loss, model, workload.make_batch, device, seed=workload.seed)
     return found if share is None else replace(found, additive=False, padding=share)
 
 
 def _measure(
-    workload: Workload, model: nn.Module, given: Batch, device: torch.device, *, graph: bool, noise: bool
+    workload: Workload,
+    model: nn.Module,
+    given: Batch,
+    device: torch.device,
+    *,
+    graph: bool,
+    noise: bool,
+    seeds: bool,
 ) -> Additivity:
     both_samples = slice_batch(given, 0, 2)
     batch = move_batch(both_samples, device)
@@ -129,8 +139,8 @@ def _measure(
     low = [LOW_PRECISION_TOLERANCE.get(parameter.dtype, 0.0) for parameter in model.parameters()]
     allowed = max(TOLERANCE, *low) * max(abs(both), 1e-12)
     additive = abs(both - sum(alone)) <= allowed
-    if not (additive or noise) and draws():
-        return Additivity(additive=False, deterministic=False)
+    if not noise and (seeds or not additive) and draws():
+        return Additivity(additive=additive, deterministic=False)
     return Additivity(additive=additive, deterministic=True, both=both, alone=alone)
 
 

@@ -83,6 +83,7 @@ class ParallelFacts(Record):
     tp_unit_of: str = Field(default="", description="what the unit counts, in words")
     tp_reason: str | None = Field(default=None, description="why there is no tensor parallelism")
     pp_reason: str | None = Field(default=None, description="why there is no pipeline parallelism")
+    noisy: bool = Field(default=False, description="the loss draws random numbers with dropout off: no tp, no pp")
     block_costs: tuple[float, ...] = Field(default=(), description="FLOPs per token of each block's forward")
     first_cost: float = Field(default=0.0, description="FLOPs per token before the blocks")
     last_cost: float = Field(default=0.0, description="FLOPs per token after the blocks: the output head")

@@ -90,6 +90,9 @@ def reason_against(facts: WorkloadFacts, *, pp: int, tp: int, dp: int, ranks_per
     if batch % dp:
         reason, by = "data-parallel ranks divide the global batch", f"{batch} over {dp} leaves {batch % dp}"
         return LeftOut(knob="dp", value=dp, reason=reason, by=by)
+    if tp * pp > 1 and parallel is not None and parallel.noisy:
+        reason, by = "ranks that share a model see the same data", "the loss draws random numbers, and each rank others"
+        return LeftOut(knob="tp" if tp > 1 else "pp", value=">1", reason=reason, by=by)
     if tp > 1 and (found := reason_against_tp(facts, tp, ranks_per_node)) is not None:
         return found
     if pp > 1:

@@ -22,6 +22,11 @@ def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def follows_an_instance(build_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer]) -> bool:
+    """Whether a function makes the same optimizer as an instance, over all parameters of its model only."""
+    return isinstance(build_optimizer, functools.partial) and build_optimizer.func is _make_over
+
+
 def check_optimizer(optimizer: Any, what: str) -> None:
     """Refuses what no step of a plan can drive: several optimizers, and one that runs the loss itself.
 

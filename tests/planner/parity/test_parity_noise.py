@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from autoplan.planner.parity.compare import compare
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.workload import LossSum, Workload
-from tests.contracts.parity_contract import check_parity
+from tests.contracts.parity_contract import candidate, check_parity, reference
 
 
 class Denoiser(nn.Module):
@@ -68,3 +69,12 @@ def test_a_bug_under_noise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module.TrainingRun, "_loss_scale", lambda self, divisor: 1.1 * scale(self, divisor))
     parity = check_parity(make_workload(torch_noise), TrainingConfig(micro_batch=2))
     assert not parity.passed and "draws noise of its own" in parity.note
+
+
+def test_noise_in_the_loss_is_a_reason_against_ranks_that_share_a_model() -> None:
+    workload, config = make_workload(torch_noise), TrainingConfig(micro_batch=2)
+    plain = reference(workload, config)
+    ours = [candidate(workload, config, plain)]
+    for degrees in ({"tp": 2}, {"pp": 2, "pp_microbatches": 4}):
+        parity = compare(plain, ours, config.model_copy(update=degrees))
+        assert not parity.passed and "use tp=1 and pp=1" in parity.note

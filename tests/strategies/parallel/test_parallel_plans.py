@@ -12,10 +12,14 @@ from autoplan.strategies.analysis.pipeline_trace import trace_pipeline
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.analysis.tensor_plans import find_tensor_plan
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.inspect import inspect_workload
 from autoplan.strategies.techniques.degrees import factorings, pipeline_schedules
 from autoplan.strategies.techniques.pipeline_parallel import cut_stages
 from autoplan.strategies.techniques.rules import incompatible
-from tests.strategies.parallel.world import LLAMA_PLAN, MODELS, make_workload
+from autoplan.strategies.workloads.language_model import causal_loss
+from autoplan.strategies.workloads.sources import spec_from_objects
+from tests.recorded import make_hardware
+from tests.strategies.parallel.world import LLAMA_PLAN, MODELS, adamw, build_gpt2, make_workload, token_batch
 
 
 def on_meta(name: str) -> nn.Module:
@@ -163,3 +167,29 @@ def test_knobs_that_do_not_go_with_a_pipeline() -> None:
     assert reason(**zero) == "None"
     assert "hooks" in reason(16, **zero, dp_shard=2)
     assert "twice" in reason(**zero, loss="fused")
+
+
+def test_an_optimizer_that_is_an_instance_is_for_no_pipeline() -> None:
+    """It is made again over all parameters of the model, and a stage has some of them."""
+    parts = {"make_batch": token_batch, "loss": causal_loss, "global_batch": 8, "sequence_length": 16}
+    reasons = []
+    for instance in (False, True):
+        model = build_gpt2()
+        optimizer = adamw(model.parameters()) if instance else adamw
+        facts = inspect_workload(spec_from_objects(model=model, optimizer=optimizer, **parts), make_hardware(), "cpu")
+        assert facts.parallel is not None and facts.parallel.tp_reason is None
+        reasons.append(facts.parallel.pp_reason)
+    assert reasons[0] is None and "given as an instance" in str(reasons[1])
+
+
+def test_an_embedding_that_does_more_than_look_up_is_not_split_with_the_head() -> None:
+    class Normed(nn.Embedding):
+        def __init__(self, rows: int, width: int) -> None:
+            super().__init__(rows, width)
+            self.norm = nn.LayerNorm(width)
+
+    model: Any = build_gpt2()
+    model.transformer.wte = Normed(67, 32)
+    model.tie_weights()
+    reason = find_tensor_plan(model, find_structure(model))
+    assert isinstance(reason, str) and "transformer.wte (Normed) is tied to the output head" in reason

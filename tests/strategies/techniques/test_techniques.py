@@ -17,6 +17,7 @@ from autoplan.strategies.prepare import STRATEGIES, prepare
 from autoplan.strategies.techniques import allocator, compilation
 from autoplan.strategies.techniques.allocator import AllocatorStrategy
 from autoplan.strategies.techniques.deferred_logits import DeferredLoss
+from autoplan.strategies.techniques.degrees import reason_against as reason_against_degrees
 from autoplan.strategies.techniques.loss import FusedLoss, make_fused_loss, prove_fused_loss
 from autoplan.strategies.techniques.loss_kernels import (
     choose_kernel,
@@ -29,7 +30,7 @@ from autoplan.strategies.workloads.optimizers import rebuild
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
 from autoplan.strategies.workloads.workload import LossSum
 from tests.recorded import make_hardware
-from tests.strategies.tiny import classifier, language
+from tests.strategies.tiny import classifier, image_loss, language
 
 PLAIN = TrainingConfig(micro_batch=2)
 
@@ -469,3 +470,29 @@ def test_a_fixed_micro_batch_is_the_only_one() -> None:
     assert "fixes the micro-batch to 2" in choices.left_out[0].reason
     with pytest.raises(WorkloadError, match="fixes the micro-batch to 2, and the config has 4"):
         prepare(workload, TrainingConfig(micro_batch=4))
+
+
+def masked(model, batch):
+    kept = torch.rand(len(batch["label"])) < 0.5
+    losses = F.cross_entropy(model(batch["image"]), batch["label"], reduction="none")
+    return LossSum((losses * kept).sum(), len(kept))
+
+
+def scaled(model, batch):
+    """Adds up: one number is drawn for all samples."""
+    return LossSum(image_loss(model, batch).total * torch.rand(()), len(batch["label"]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "dropout", "draws"), [(masked, False, True), (scaled, False, True), (image_loss, True, False)]
+)
+def test_ranks_that_share_a_model_are_for_losses_that_draw_nothing(loss, dropout, draws):
+    workload = classifier()
+    workload.loss = loss
+    if dropout:
+        workload.build_model = lambda: nn.Sequential(nn.Dropout(0.5), classifier().build_model())
+    facts = inspect_workload(spec_from_objects(workload), make_hardware(), "cpu")
+    for degrees in ({"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}):
+        reason = reason_against_degrees(facts, ranks_per_node=4, **({"tp": 1, "pp": 1, "dp": 1} | degrees))
+        assert ("draws random numbers" in reason.by) is draws
+    assert reason_against_degrees(facts, tp=1, pp=1, dp=2, ranks_per_node=4) is None
