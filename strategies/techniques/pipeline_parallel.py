@@ -62,7 +62,7 @@ class PipelineStrategy:
         """Cuts the model.
 
         Raises:
-            ConfigError: the model cannot be cut, or not into so many stages.
+            ConfigError: the model cannot be cut, or not into so many stages, or all that a rank holds is frozen.
         """
         config = build.config
         if config.pp == 1:
@@ -79,6 +79,7 @@ class PipelineStrategy:
                 hint="A stage takes at least one block: use fewer stages.",
             )
         cuts = cut_stages(trace.block_costs, stages, first_cost=trace.first_cost, last_cost=trace.last_cost)
+        refuse_frozen_ranks(build.model, trace, cuts, config.pp)
         own = range(axis_rank(build.mesh, "pp"), stages, config.pp)
         if config.tp > 1:
             build.pipeline.tensor_plan = plan_tensor_parallel(build)
@@ -133,6 +134,24 @@ def cut_stages(
     bounds.append(0)
     bounds.reverse()
     return list(zip(bounds, bounds[1:], strict=False))
+
+
+def refuse_frozen_ranks(model: nn.Module, trace: PipelineTrace, cuts: list[tuple[int, int]], pp: int) -> None:
+    """Refuses a cut that leaves some rank nothing to train: no optimizer is made over no parameters.
+
+    Raises:
+        ConfigError: there is such a rank; every rank says so.
+    """
+    for rank in range(pp):
+        own = range(rank, len(cuts), pp)
+        names = [name for stage in own for name in trace.blocks[slice(*cuts[stage])]]
+        names += [*(trace.before if 0 in own else ()), *(trace.after if len(cuts) - 1 in own else ())]
+        held = {id(parameter): parameter for name in names for parameter in model.get_submodule(name).parameters()}
+        if not any(parameter.requires_grad for parameter in held.values()):
+            raise ConfigError(
+                f"pp={pp} does not apply: all {len(held)} parameters of pipeline rank {rank} are frozen",
+                hint="Use pp=1, or fewer stages, so that each has a parameter that trains.",
+            )
 
 
 def find_structure_of_stage(model: nn.Module, whole: Structure, trace: PipelineTrace) -> Structure:
@@ -205,10 +224,10 @@ def make_stage(build: Build, cut: PipelineCut, training: TrainingModule, stage: 
         drop_outside(model, cut.trace, first=start == 0, last=stop == len(blocks))
     receive = None
     if start > 0:
-        receive = Receive(cut.trace.tuples)
+        receive = Receive(model.get_submodule(blocks[start - 1]), cut.trace.tuples)
         replace_module(model, blocks[start - 1], receive)
     if stop < len(blocks):
-        replace_module(model, blocks[stop], Leave())
+        replace_module(model, blocks[stop], Leave(model.get_submodule(blocks[stop])))
     module = TrainingModule(model, training.loss)
     return Stage(module, receive, cut.trace.hidden_dtype, build.hooks.forward_context)
 
@@ -387,11 +406,11 @@ class Absent(nn.Module):
         raise AssertionError("a stage leaves the forward before this module")
 
 
-class Receive(nn.Module):
+class Receive(Stand):
     """Replaces the block before a stage's first: returns the hidden states that the stage received."""
 
-    def __init__(self, tuples: bool) -> None:
-        super().__init__()
+    def __init__(self, module: nn.Module, tuples: bool) -> None:
+        super().__init__(module)
         self.tuples = tuples
         self.hidden: torch.Tensor | None = None
 
@@ -401,7 +420,7 @@ class Receive(nn.Module):
         return (hidden,) if self.tuples else hidden
 
 
-class Leave(nn.Module):
+class Leave(Stand):
     """Replaces the block after a stage's last: leaves the model's forward with the hidden states."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

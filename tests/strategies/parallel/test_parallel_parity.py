@@ -17,9 +17,11 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.run import TrainingRun
 from tests.strategies.parallel.world import (
     LLAMA_PLAN,
+    MODELS,
     Case,
     Plant,
     Steps,
+    build_asking_gpt2,
     build_frozen_gpt2,
     differences,
     fsdp_groups,
@@ -119,7 +121,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "frozen": {"build_model": build_frozen_gpt2},
     "not_counted_ahead": {"count": None},
 }
-ALONE = {model: Case(model=model, config=TrainingConfig(micro_batch=8)) for model in ("gpt2", "llama", "qwen3", "vit")}
+ALONE = {model: Case(model=model, config=TrainingConfig(micro_batch=8)) for model in MODELS}
 ALONE |= {
     name: Case(model="gpt2", config=TrainingConfig(micro_batch=8), options=options)
     for name, options in VARIANTS.items()
@@ -157,6 +159,7 @@ LIKE_OTHERS = {"fsdp_kept_every", "1f1b_two_passes"}
         # a stage of a model that reads its embedding; a tied model with norms on heads
         *cases({name: PIPELINE[name] for name in ("1f1b", "interleaved")}, ("1f1b", "interleaved"), model="vit"),
         *cases({name: TWO_RANKS[name] for name in ("tp", "1f1b")}, ("tp", "1f1b"), model="qwen3"),
+        *cases({"tp": TWO_RANKS["tp"]}, ("tp",), model="gemma3"),  # its embedding multiplies
     ],
 )
 def test_two_ranks_train_the_same(steps: Steps, case: Case) -> None:
@@ -173,6 +176,7 @@ def test_two_ranks_train_the_same(steps: Steps, case: Case) -> None:
     [
         *cases({"own_plan": TENSOR_PARALLEL["tp"]}, ("own_plan",), model="llama", tensor_plan=LLAMA_PLAN),
         *cases({"whole_head": TENSOR_PARALLEL["tp"]}, ("whole_head",), head=None),
+        *cases({"whole_head": TENSOR_PARALLEL["tp"]}, ("whole_head",), model="gemma3", head=None),
     ],
 )
 def test_a_users_own_plan_and_a_head_that_nobody_describes(steps: Steps, case: Case) -> None:
@@ -219,6 +223,14 @@ def test_a_workload_that_cannot_count_before_its_loss_has_run(steps: Steps, case
     found = differences(reference, candidate)
     assert found["changes"] < TENSOR and found["changes_norm"] < NORM, found
     assert result["loss"] == pytest.approx(expected["loss"], rel=NORM)
+
+
+ASKING = {name: PIPELINE[name] for name in ("1f1b", "interleaved")}
+
+
+@pytest.mark.parametrize("case", cases(ASKING, ASKING, build_model=build_asking_gpt2))
+def test_a_model_that_asks_its_blocks(steps: Steps, case: Case) -> None:
+    check(steps, case, NORM, TENSOR)
 
 
 DEFERRED = {name: EACH[name] | {"loss": "fused"} for name in ("ddp", "fsdp", "tp", "1f1b")}

@@ -64,10 +64,20 @@ GROUPED = DECODER | {"num_key_value_heads": 2}
 TIED = {"head_dim": 8, "tie_word_embeddings": True}
 IMAGE = SIZES | {"intermediate_size": 64, "image_size": 16, "patch_size": 8, "num_labels": 5}
 build_gpt2 = functools.partial(build, "GPT2", "LMHeadModel", **GPT2)
+
+
+def build_gemma3() -> nn.Module:
+    """Its embedding multiplies what it finds, and asks super() for it."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=8))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": build_gpt2,
     "llama": functools.partial(build, "Llama", "ForCausalLM", **GROUPED),
     "qwen3": functools.partial(build, "Qwen3", "ForCausalLM", **GROUPED, **TIED),
+    "gemma3": build_gemma3,
     # its forward asks the patch embedding for the type of its weights
     "vit": functools.partial(
         build, "ViT", "ForImageClassification", **IMAGE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
@@ -81,6 +91,19 @@ def build_frozen_gpt2() -> nn.Module:
     for module in (model.transformer.wte, model.transformer.wpe, model.transformer.h[0]):
         module.requires_grad_(False)
     return model
+
+
+def build_asking_gpt2() -> nn.Module:
+    """Its forward asks each block for its kind before it calls any, as ModernBERT does for the masks."""
+    model: Any = build_gpt2()
+    for number, block in enumerate(model.transformer.h):
+        block.kind = number % 2
+    model.transformer.register_forward_pre_hook(_ask_blocks)
+    return model
+
+
+def _ask_blocks(module: Any, args: Any) -> None:
+    assert {block.kind for block in module.h} == {0, 1}
 
 
 def image_batch(num_samples: int, index: int) -> dict[str, torch.Tensor]:
