@@ -39,6 +39,7 @@ REMARKS = {
     "SEED": "set before the model is built",
     "ITEMS": "of a micro-batch without padding; it keeps the loss at the scale of a mean",
     "HEAD": "the output head, whose logits are not computed all at once",
+    "FIND_UNUSED": "some parameters get no gradient, and DDP looks for them in each backward",
     "TENSOR_PLAN": "which projections are split over the tensor-parallel ranks, and how",
 }
 
@@ -80,6 +81,7 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
         "BLOCKS": by_block or config.tp > 1 or fsdp,
         "RANKS": config.world_size,
         "DDP": uses_ddp(config),
+        "FIND_UNUSED": plan.workload.find_unused_parameters,
         "FSDP": fsdp,
         "RESHARD_AFTER_FORWARD": config.reshard_after_forward and config.dp_shard > 1,
     }

@@ -107,6 +107,7 @@ def arguments_of(plan: Plan, kind: Kind, version: str | None) -> LightningArgume
         device=plan.device,
         accumulation=plan.accumulation,
         max_grad_norm=None if training is None else training.max_grad_norm,
+        find_unused=plan.workload.find_unused_parameters,
         kind=kind,
         version=version,
     )

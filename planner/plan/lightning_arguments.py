@@ -63,6 +63,7 @@ def lightning_arguments(
     device: str,
     accumulation: int,
     max_grad_norm: float | None,
+    find_unused: bool = False,
     kind: Kind = "trainer",
     version: str | None = None,
 ) -> LightningArguments:
@@ -73,6 +74,7 @@ def lightning_arguments(
         device: cuda or cpu.
         accumulation: Micro-batches per optimizer step on a rank.
         max_grad_norm: The norm that the workload clips at; None: it does not clip.
+        find_unused: A backward may leave a parameter without a gradient.
         kind: Of the Trainer or of Fabric, which has no argument for accumulation and clipping.
         version: Of lightning; None: the installed one, else the newest that there is a table for.
 
@@ -87,7 +89,7 @@ def lightning_arguments(
             f"dp_shard={config.dp_shard}",
             hint="Use plan.prepare() under torchrun, or search with --fix precision=bf16.",
         )
-    strategy, options = _strategy(config)
+    strategy, options = _strategy(config, find_unused)
     values: dict[str, Any] = {
         "accelerator": device,
         "devices": config.world_size,
@@ -118,10 +120,11 @@ def drops_fused_step(config: TrainingConfig, max_grad_norm: float | None) -> boo
     return config.precision == "fp16" and config.optimizer_step == "fused" and max_grad_norm is not None
 
 
-def _strategy(config: TrainingConfig) -> tuple[str, dict[str, Any]]:
+def _strategy(config: TrainingConfig, find_unused: bool) -> tuple[str, dict[str, Any]]:
     """The class of the strategy, and its arguments; "": Lightning's own choice for one process."""
     if config.dp_shard > 1:
         return "ModelParallelStrategy", {"data_parallel_size": config.dp_shard, "tensor_parallel_size": 1}
     if config.dp_replicate == 1:
         return "", {}
-    return "DDPStrategy", {"gradient_as_bucket_view": True, "broadcast_buffers": False}  # as data_parallel.py has them
+    options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}  # as data_parallel.py has them
+    return "DDPStrategy", options | ({"find_unused_parameters": True} if find_unused else {})

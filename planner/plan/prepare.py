@@ -85,6 +85,8 @@ def prepare_plan(
     made = make_workload(plan, parts, named=is_named, searched=whole)
     named = {name: part for name in ("head", "count") if (part := getattr(parts, name)) is not None}
     made = dataclasses.replace(made, **named, **(read or {}))
+    if plan.workload.find_unused_parameters:
+        made = dataclasses.replace(made, find_unused_parameters=True)
     own = parts.model if isinstance(parts.model, nn.Module) else None
     if own is not None and not changed_ok:  # before anything is changed in place
         refuse_other_training(plan, made.build_optimizer(trainable(own)), own, workload=made if read else None)

@@ -248,6 +248,7 @@ def _assemble(
         largest_parameter=max((p.numel() for p in trainable), default=0),
         linear_weights=linear_weights(structure),
         clips_gradients=workload.max_grad_norm is not None,
+        unused_parameters=tracer.unused_parameters,
         boundary_bytes=_boundary_bytes(workload.sequence_length, hidden),
         batch_bytes=_batch_bytes(tracer),
         fewest_samples=float(tracer.samples[0]),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PROFILE_VERSION = 9
+PROFILE_VERSION = 10
 IN_FUSED_LOSS = "fused loss: "
 """Before the names of operations between the products of the fused loss. On CUDA they are compiled, except in fp16."""
 
@@ -196,6 +196,9 @@ class ModelProfile(Record):
     parameter_tensors: int = Field(default=0, description="trainable tensors: what a for-loop optimizer visits")
     largest_parameter: int = 0
     clips_gradients: bool = False
+    unused_parameters: bool = Field(
+        default=False, description="a backward left a parameter that trains without a gradient"
+    )
     linear_weights: tuple[tuple[int, int, int], ...] = Field(
         default=(), description="of the linear layers that fp8 may take: outputs, inputs, how many in the whole model"
     )

@@ -84,12 +84,15 @@ class Recording:
     - backward: the backward of the last block;
     - middle: the backward of the blocks between;
     - tail: from the backward of the first block to the end.
+
+    `unused_parameters`: the backward left a parameter that trains without a gradient.
     """
 
     operations: list[Operation] = field(default_factory=list)
     peaks: dict[str, tuple[float, float]] = field(default_factory=dict)
     saved_after_forward_bytes: float = 0.0
     block_saved_bytes: float = 0.0
+    unused_parameters: bool = False
 
 
 class OpRecorder(TorchDispatchMode):

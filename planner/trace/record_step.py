@@ -95,6 +95,7 @@ def record_step(
         try:
             with watch_loss_of_logits(recorder.mark_fused_loss), recorder:
                 run.micro_step(batch, divisor, sync=True)
+            recorder.recording.unused_parameters = any(parameter.grad is None for parameter in run.parameters)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -222,6 +222,11 @@ class VariantTracer:
         return key.model_copy(update={"attention": "own"}) if same else None
 
     @property
+    def unused_parameters(self) -> bool:
+        """Whether the backward of a recording left a parameter that trains without a gradient."""
+        return any(recording.unused_parameters for recording in self._recordings.values())
+
+    @property
     def _is_truncated(self) -> bool:
         return self.num_blocks is not None and self.num_blocks > DEPTHS[1]
 

@@ -101,7 +101,8 @@ def make_verifiable(plan: Plan, workload: str | WorkloadSpec | None, *, changed_
                 f"the plan is of {plan.workload.name}, and the workload that was given is another: {workload.name}",
                 hint="Give the spec of the objects that were searched.",
             )
-        plan, workload = plan.model_copy(update={"workload": workload}), None
+        unused = {"find_unused_parameters": plan.workload.find_unused_parameters}
+        plan, workload = plan.model_copy(update={"workload": workload.model_copy(update=unused)}), None
     if plan.workload.kind == "object" and plan.workload.payload is None:
         raise PlanError(
             f"{plan.workload.name} was made of Python objects, which a plan does not carry",

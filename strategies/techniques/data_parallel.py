@@ -64,7 +64,8 @@ def uses_ddp(build: Build) -> bool:
 
 def apply_ddp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Wraps modules in DistributedDataParallel: one all-reduce per bucket, overlapped with the backward."""
-    wrapped = [wrap_ddp(module, mesh, build.device) for module in modules]
+    find_unused = build.workload.find_unused_parameters
+    wrapped = [wrap_ddp(module, mesh, build.device, find_unused=find_unused) for module in modules]
     build.hooks.set_sync = ddp_gradient_sync(wrapped)
     return wrapped
 
@@ -79,13 +80,14 @@ def ddp_gradient_sync(wrapped: Sequence[nn.Module]) -> Callable[[bool], None]:
     return set_sync
 
 
-def wrap_ddp(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def wrap_ddp(module: nn.Module, mesh: DeviceMesh, device: torch.device, *, find_unused: bool = False) -> nn.Module:
     """A module whose gradients DDP averages over the replicas; itself where it trains nothing.
 
     Args:
         module: What a step calls.
         mesh: The mesh, with an axis dp_replicate.
         device: This rank's.
+        find_unused: A backward may leave a parameter without a gradient; where all ranks do, it has none.
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module  # DDP refuses a stage that trains nothing
@@ -95,6 +97,7 @@ def wrap_ddp(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn.Mo
         process_group=mesh.get_group("dp_replicate"),
         gradient_as_bucket_view=True,  # saves one copy of the gradients
         broadcast_buffers=False,  # each rank keeps the running statistics of its own micro-batches
+        find_unused_parameters=find_unused,
     )
 
 

@@ -169,8 +169,8 @@ def digests_of(workload: Workload) -> tuple[dict[str, str], tuple[str, ...]]:
     parts: dict[str, list[Any]] = {"weights": []}
     for field in dataclasses.fields(workload):
         part = _PARTS.get(field.name, "settings")
-        if field.name in ("notes", "taken_from"):
-            continue  # sentences, and where it came from
+        if field.name in ("notes", "taken_from", "find_unused_parameters"):
+            continue  # sentences, where it came from, and what changes no number
         describer = describers.setdefault(part, Describer(local_sources, files_imported_in, stamps=part == "data"))
         parts.setdefault(part, []).append([field.name, describer.describe(getattr(workload, field.name))])
     parts["weights"] += [describer.weights for describer in describers.values() if describer.weights]

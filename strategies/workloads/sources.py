@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -194,7 +195,14 @@ def load_workload(spec: WorkloadSpec) -> Workload:
     if spec.kind in ("object", "function"):
         from autoplan.strategies.workloads.user_errors import with_checked_batches
 
-        return with_checked_batches(_of_users(spec))
+        workload = with_checked_batches(_of_users(spec))
+    else:
+        workload = _language_model(spec)
+    finds = workload.find_unused_parameters or spec.find_unused_parameters
+    return dataclasses.replace(workload, find_unused_parameters=finds)
+
+
+def _language_model(spec: WorkloadSpec) -> Workload:
     from autoplan.strategies.workloads.language_model import language_model_workload
 
     weights = None

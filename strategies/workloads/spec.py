@@ -131,6 +131,9 @@ class WorkloadSpec(Record):
     batch_sizes: BatchSizes | None = Field(
         default=None, description="how the batches of a user's own function vary; None: not looked at, or fixed"
     )
+    find_unused_parameters: bool = Field(
+        default=False, description="a backward left a parameter that trains without a gradient; known after the trace"
+    )
     taken_from: str = Field(
         default="", description="the class of the training that it was read from (Trainer); empty where there is none"
     )

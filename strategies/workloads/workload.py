@@ -70,6 +70,8 @@ class Workload:
             rowwise or fused_colwise_n. None: the plan that is known for the model's family, if there is one.
         fixed_micro_batch: A micro-batch the user fixed because modules depend on it (BatchNorm and the like).
         seed: For weights, batches and dropout.
+        find_unused_parameters: As of DDP: a backward may leave a parameter that trains without a gradient. A search
+            finds out; say it where few batches do.
         taken_from: The class of the training that it was read from: "Trainer"; empty where it was made as a Workload.
         knobs: The only knobs that a plan may change, each with its values (None: all that there are here). None: all
             knobs. For steps that are a program of their own (loops/step.py); of these, parity sees the losses alone.
@@ -92,6 +94,7 @@ class Workload:
     tensor_plan: Mapping[str, str] | None = None
     fixed_micro_batch: int | None = None
     seed: int = 0
+    find_unused_parameters: bool = False
     taken_from: str = ""
     knobs: Mapping[str, tuple[Any, ...] | None] | None = None
     notes: tuple[str, ...] = ()

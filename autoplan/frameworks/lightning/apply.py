@@ -92,7 +92,13 @@ def apply_plan(
         refuse_other_training(plan, workload.build_optimizer(trainable(module)), module, workload=known)
     norm = workload.max_grad_norm if plan.training is None else plan.training.max_grad_norm
     accumulation = config.accumulation(plan.workload.global_batch)
-    arguments = lightning_arguments(config, device=plan.device, accumulation=accumulation, max_grad_norm=norm)
+    arguments = lightning_arguments(
+        config,
+        device=plan.device,
+        accumulation=accumulation,
+        max_grad_norm=norm,
+        find_unused=plan.workload.find_unused_parameters,
+    )
     counts, unscaled = rescaled_counts(reading, trainer, config)
     frequency = [*_other_frequency(reading, accumulation), *_other_hooks(reading, module, trainer, accumulation)]
     mean = _mean_of_means(workload, config)

@@ -24,7 +24,9 @@ def make_accelerator(**more: Any) -> Accelerator:
     if DEVICE == "cpu":
         arguments["cpu"] = True
     if DDP:
-        ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+        ddp = DistributedDataParallelKwargs(
+            broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=FIND_UNUSED
+        )
         arguments["kwargs_handlers"] = [ddp]
     if FSDP and DEVICE == "cuda" and PRECISION == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -194,7 +194,7 @@ def prepare(device: torch.device | str) -> Run:
         gradients.clip = GlobalNormClipper(mesh)
         gradients.ranks = DP_REPLICATE * DP_SHARD
     if DDP:
-        module = wrap_ddp(module, mesh, device)
+        module = wrap_ddp(module, mesh, device, find_unused=FIND_UNUSED)
         hooks.set_sync = ddp_gradient_sync([module])
     if FSDP:
         hooks.set_sync = shard_over(model, module, mesh, device)

@@ -82,6 +82,7 @@ DP_SHARD: int = 1
 TP: int = 1
 TENSOR_PLAN: dict[str, Any] = {}
 DDP: bool = False
+FIND_UNUSED: bool = False
 FSDP: bool = False
 RESHARD_AFTER_FORWARD: bool = True
 GRADIENT_SYNC: str = "last"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from autoplan.planner.export.companion import plain_settings, plan_settings
 from autoplan.planner.export.kit import settings
 from autoplan.planner.export.kit.loop import loader_arguments, steps
 from autoplan.planner.export.kit.model import find_blocks, prepare_module, require_blocks
+from autoplan.planner.export.run import load_target
+from autoplan.strategies.config import TrainingConfig
 from tests.recorded import make_plan
 
 TEXT = """
@@ -51,6 +54,17 @@ def test_an_if_of_settings_leaves_one_branch_as_it_is_written() -> None:
 def test_every_constant_has_a_value_of_each_plan() -> None:
     assert plan_settings(make_plan()).keys() == plain_settings().keys()
     assert {name for name in vars(settings) if name.isupper()} == set(plain_settings())
+
+
+@pytest.mark.parametrize("target", ["pytorch", "accelerate", "lightning", "fabric"])
+def test_ddp_looks_for_parameters_without_a_gradient_where_the_search_saw_some(target: str) -> None:
+    plan = make_plan(TrainingConfig(micro_batch=4, dp_replicate=2))
+    for unused in (False, True):
+        spec = plan.workload.model_copy(update={"find_unused_parameters": unused})
+        export = load_target(target).render(plan.model_copy(update={"workload": spec}), "plan")
+        text = "\n".join(export.files.values())
+        told = re.search(r"^FIND_UNUSED = True|'find_unused_parameters': True", text, re.MULTILINE)
+        assert (told is not None) is unused
 
 
 def test_a_bundle_has_what_its_code_uses_and_no_more() -> None:

@@ -23,7 +23,7 @@ from autoplan.probes.merge import cache_path, load_cached, save_cached
 from autoplan.probes.run import DEFAULT_BUDGET_S, read_host_profile, run_probes
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.sources import make_spec
+from autoplan.strategies.workloads.sources import load_workload, make_spec
 from tests.planner.cost.test_one_core import machine, model_of_eight_blocks
 from tests.planner.search.stand_in import Observer
 
@@ -42,6 +42,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.pooler = nn.Linear(4, 4)  # no backward reaches it
     def forward(self, rows):
         for block in self.blocks:
             rows = block(rows)
@@ -108,6 +109,7 @@ def test_later_pieces_know_more_of_the_same_space(
     monkeypatch.setattr("autoplan.probes.run.DEFAULT_BUDGET_S", 2.0)
     first, listener = begin(zygote, tmp_path, saved=tmp_path / "hardware.json")
     assert list(dict.fromkeys(listener.phases)) == ["inspect", "probe", "trace", "space"]
+    assert first.spec.find_unused_parameters and load_workload(first.spec).find_unused_parameters
     selective = TrainingConfig(micro_batch=4, checkpointing="selective")
     checked = TrainingConfig(micro_batch=4, checkpointing="full")
     assert not first.rough(TrainingConfig(micro_batch=4)) and first.rough(selective) and first.rough(checked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -157,6 +158,19 @@ def test_frozen_parameters_have_no_gradients_and_no_states() -> None:
     assert found.optimizer_state_bytes_per_parameter == 0.0
     assert found.num_blocks == 0
     assert all(variant.key.checkpointing == "none" for variant in found.variants.values())
+
+
+def test_a_parameter_that_no_backward_reaches_is_seen() -> None:
+    def build_with_pooler() -> nn.Module:
+        model = Tiny(branch=False)
+        model.pooler = nn.Linear(4, 4)
+        return model
+
+    request = TraceRequest(variants=(VariantKey(),))
+    whole = tiny_workload(branch=False)
+    for workload in (whole, dataclasses.replace(whole, build_model=build_with_pooler)):
+        found = profile_workload(workload, "cpu", identity="tiny", request=request)
+        assert found.unused_parameters is (workload is not whole)
 
 
 def test_a_forward_that_asks_for_values_is_run_for_real_and_says_so() -> None:
