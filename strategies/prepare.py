@@ -22,7 +22,7 @@ from autoplan.strategies.techniques.data_parallel import DataParallelStrategy
 from autoplan.strategies.techniques.fp8 import Fp8Strategy
 from autoplan.strategies.techniques.kernels import KernelsStrategy
 from autoplan.strategies.techniques.loss import LossStrategy
-from autoplan.strategies.techniques.mesh import build_mesh, rank_seed
+from autoplan.strategies.techniques.mesh import broadcast_values, build_mesh, rank_seed
 from autoplan.strategies.techniques.micro_batch import MicroBatchStrategy
 from autoplan.strategies.techniques.offload import OffloadStrategy
 from autoplan.strategies.techniques.optimizer import OptimizerStateStrategy, OptimizerStrategy
@@ -79,7 +79,8 @@ def prepare(
         workload: What is trained.
         config: How.
         device: Where; one rank's own device.
-        model: A model that exists already (it is changed in place); None: the workload builds it.
+        model: A model that exists already; it is changed in place, and every rank gets the values of rank 0. None: the
+            workload builds it.
         mesh: The device mesh where config.world_size > 1.
 
     Raises:
@@ -95,10 +96,13 @@ def prepare(
     if device.type == "cuda":  # before the parameters: what lies in a segment of fixed size stays there
         set_allocator(config.allocator, device)
     torch.manual_seed(workload.seed)
+    given = model is not None
     if model is None:
         with torch.device(device), seeded_build(workload.seed):
             model = workload.build_model()
     model.to(device)
+    if given and mesh is not None:
+        broadcast_values(model)
     enter_training_mode(model)
     build = Build(
         workload=workload,

@@ -81,6 +81,24 @@ def data_position(mesh: DeviceMesh | None) -> tuple[int, int]:
     return rank, axis_size(mesh, "dp_replicate") * shard
 
 
+def broadcast_values(model: nn.Module) -> None:
+    """Gives every rank the parameters and buffers of rank 0; what splits a model takes them to be equal already.
+
+    They are sent as bytes, since gloo does not know every dtype.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        values = tensor.data
+        if type(values) is not torch.Tensor or values.layout is not torch.strided or values.is_meta:
+            continue
+        held = values[tuple(slice(1) if stride == 0 else slice(None) for stride in values.stride())]  # of an expand()
+        if held.numel() == 0:
+            continue
+        sent = held.contiguous()
+        dist.broadcast(sent.view(-1).view(torch.uint8), 0)
+        if not held.is_contiguous():
+            held.copy_(sent)
+
+
 def sum_over_axes(mesh: DeviceMesh, tensor: torch.Tensor, axes: Iterable[str]) -> torch.Tensor:
     """The sum of a tensor over the ranks of some axes, on each of them. Changes the tensor in place."""
     for axis in axes:

@@ -18,6 +18,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.techniques.mesh import local_tensor, named_parameters
 from autoplan.strategies.workloads.sources import spec_from_objects
+from autoplan.strategies.workloads.workload import LossSum, Workload
 from tests.recorded import make_plan
 from tests.strategies.parallel.world import build_gpt2, each_in_turn, make_workload, run_ranks
 
@@ -119,6 +120,64 @@ def build_encoder() -> Any:
     )
 
 
+def build_mostly_frozen_gpt2() -> Any:
+    """The last of four blocks and the last norm train."""
+    model: Any = build_gpt2()
+    for module in (model.transformer.wte, model.transformer.wpe, *model.transformer.h[:3]):
+        module.requires_grad_(False)
+    return model
+
+
+def prepare_given(context: RankContext, config: TrainingConfig, name: str) -> list[float]:
+    """Sums of a parameter that both ranks hold, and of buffers, of a model that was made otherwise on each rank."""
+    torch.manual_seed(context.rank)
+    model = build_gpt2()
+    model.register_buffer("repeated", torch.rand(3).expand(2, 3))
+    model.register_buffer("turns", torch.randn(2, dtype=torch.complex64))
+    model.register_buffer("across", torch.rand(3, 2).t())
+    run = prepare(make_workload("gpt2"), config, device="cpu", model=model)
+    held = next(value for key, value in named_parameters(run.model) if key == name)
+    tensors = [local_tensor(held.detach()), *(model.get_buffer(key) for key in ("repeated", "turns", "across"))]
+    return [float(tensor.abs().sum()) for tensor in tensors]
+
+
+class Partly(torch.nn.Module):
+    """Its pooler is never reached; its branch by micro-batches that begin with a positive number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.branch, self.pooler = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found = self.body(rows)
+        return found + self.branch(rows) if rows[0, 0] > 0 else found
+
+
+def partly_workload() -> Workload:
+    def make_batch(count: int, index: int) -> torch.Tensor:
+        rows = torch.randn(count, 4, generator=torch.Generator().manual_seed(index))
+        rows[:, 0] = torch.where(torch.arange(count) == 0, 1.0, -1.0)
+        return rows
+
+    return Workload(
+        name="partly",
+        build_model=Partly,
+        make_batch=make_batch,
+        loss=lambda model, batch: LossSum(model(batch).pow(2).sum(), len(batch)),
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+        global_batch=8,
+        find_unused_parameters=True,
+    )
+
+
+def train_partly(context: RankContext | None, ranks: int) -> dict[str, list[float]]:
+    """The parameters after two steps; the branch is reached in the first micro-batch of the first rank alone."""
+    run = prepare(partly_workload(), TrainingConfig(micro_batch=2, dp_replicate=ranks), device="cpu")
+    for index in range(2):
+        run.step(run.local_share(run.workload.make_batch(8, index)))
+    return {name: parameter.flatten().tolist() for name, parameter in named_parameters(run.model)}
+
+
 def read_ddp(context: RankContext) -> Any:
     run = prepare(make_workload("gpt2"), TrainingConfig(micro_batch=4, dp_replicate=2), device="cpu")
     ddp: Any = run._build.module
@@ -136,6 +195,10 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"dp_shard": 2, "gradient_sync": "every", "micro_batch": 4}, ("micro_batch=4 on 2 ranks makes 1",)),
     ({"pp": 2, "pp_microbatches": 4, "virtual_stages": 4, "pp_schedule": "interleaved_1f1b"}, ("4 blocks",)),
 ]
+GIVEN: dict[str, dict[str, Any]] = {
+    "transformer.wpe.weight": {"tp": 2},
+    "transformer.wte.weight": {"pp": 2, "pp_microbatches": 4},  # tied, so that both stages hold it
+}
 NO_PLAN = {"build_model": build_encoder, "head": None}
 
 
@@ -153,6 +216,9 @@ def answers(zygote: Zygote) -> dict[str, list[Any]]:
         **jobs,
         **{f"refused {knobs}": (refuse, config_of(knobs), "gpt2", {}) for knobs, _ in REFUSED},
         "no plan": (refuse, config_of({"tp": 2}), "gpt2", NO_PLAN),
+        "frozen": (refuse, config_of(OVERFLOW[0]), "gpt2", {"build_model": build_mostly_frozen_gpt2}),
+        **{f"given {name}": (prepare_given, config_of(knobs), name) for name, knobs in GIVEN.items()},
+        "partly": (train_partly, 2),
         "loop": (apply_to_a_loop,),
         "ddp": (read_ddp,),
     }
@@ -209,3 +275,23 @@ def test_tp_needs_a_plan_and_a_degree_that_divides(zygote: Zygote, answers: Answ
 
 def test_ddp_keeps_gradients_once_and_leaves_buffers_to_each_rank(answers: Answers) -> None:
     assert answers["ddp"][0] == [True, False]
+
+
+def test_a_rank_that_would_train_nothing_is_refused_on_every_rank(answers: Answers) -> None:
+    assert all("parameters of pipeline rank 0 are frozen" in said for said in answers["frozen"])
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_model_that_was_handed_in_is_made_alike_on_all_ranks(answers: Answers, name: str) -> None:
+    one, other = answers[f"given {name}"]
+    assert one == other and all(one)
+
+
+def test_parameters_that_few_backwards_reach_are_trained_as_in_one_process(answers: Answers) -> None:
+    alone = train_partly(None, 1)
+    torch.manual_seed(0)
+    begun = Partly()
+    for found in answers["partly"]:
+        for name, parameter in begun.named_parameters():
+            assert found[name] == pytest.approx(alone[name], rel=1e-5)
+            assert (found[name] == parameter.flatten().tolist()) is name.startswith("pooler")
