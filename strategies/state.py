@@ -137,8 +137,8 @@ def _first_step_unseen(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     def put_back(*_: Any) -> None:
         for tensor, before in tensors:
             tensor.copy_(before)
-        for group, before in zip(optimizer.param_groups, kept, strict=True):
-            group.update({key: before.get(key, _zero(value)) for key, value in group.items()})
+        for group, own in zip(optimizer.param_groups, kept, strict=True):
+            group.update({key: own.get(key, _zero(value)) for key, value in group.items()})
 
     handle = optimizer.register_state_dict_pre_hook(put_back, prepend=True)
     vars(optimizer).update({name: {} for name in hooks})
@@ -148,8 +148,8 @@ def _first_step_unseen(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         vars(optimizer).update(hooks)
         handle.remove()
         put_back()
-        for group, before in zip(optimizer.param_groups, kept, strict=True):
-            for key in group.keys() - before.keys():
+        for group, own in zip(optimizer.param_groups, kept, strict=True):
+            for key in group.keys() - own.keys():
                 del group[key]
 
 
@@ -185,8 +185,8 @@ def _room_for(saved: Mapping[str, Any], model: nn.Module, optimizer: torch.optim
         if len(full) < len(groups):
             loaded = iter(optimizer.param_groups)
             optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
-    for parameter in [one for one, state in optimizer.state.items() if state == {}]:
-        del optimizer.state[parameter]
+    for empty in [one for one, state in optimizer.state.items() if state == {}]:
+        del optimizer.state[empty]
 
 
 def _keys_by_parameter(saved: Iterable[str], names: Collection[str]) -> dict[tuple[str, str], list[str]]:

@@ -341,7 +341,8 @@ class _WatchedRun:
         self._module, run.module = run.module, self._watched_module
         run.observe_gradients(self._before_clipping)
         hook = run.optimizer.register_step_pre_hook(self._before_optimizer)
-        run.optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # before the user's hooks
+        hooks: Any = run.optimizer._optimizer_step_pre_hooks  # an OrderedDict, which its type does not say
+        hooks.move_to_end(hook.id, last=False)  # before the user's
 
     def seed_micro_steps(self) -> None:
         """From now on the generators are set before each micro-step: to `noise_seed`, then counting up."""
