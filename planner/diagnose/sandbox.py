@@ -1,14 +1,16 @@
 """What the script would write goes into a folder that is removed afterwards, and can be read from there meanwhile.
 
-Python's own functions for files are replaced before the script runs: to open for writing, to make, rename and remove.
-Files that a library writes in C go there where a hook knows the call (torch.save, safetensors); others are not seen.
-Nothing outside the folder is changed or removed: to remove a file that was there before does nothing.
+Python's own functions for files are replaced before the script runs: to open, to make, rename and remove, to list and
+to change into a folder. Files that a library writes in C go there where a hook knows the call (torch.save,
+safetensors); others are not seen. Nothing outside the folder is changed or removed: a file that was there before and
+that the script removes stays, and the script sees it no more.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import functools
 import io
 import os
@@ -16,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,20 @@ QUIET = {
 LARGEST_COPY_BYTES = 1 << 30
 """A larger file that the script changes in place is not copied: opening it fails as on a read-only disk."""
 
+FILES = "files"
+"""In the folder: what the script has made, at the path that it has for the script. It is empty when a run begins."""
+
 _FREE = ("/dev/", "/proc/", "/sys/")
+
+_READS = ("stat", "lstat", "access", "readlink", "listxattr", "getxattr")
+_CHANGES = ("chmod", "utime", "truncate", "setxattr", "removexattr")
+"""Functions of `os` that read what is at a path, and that change it without opening it."""
 
 
 class Sandbox:
     """The folder, and the functions that send writes there.
+
+    The real path of a file is the one that it has without the sandbox.
 
     Args:
         root: The folder.
@@ -50,40 +61,83 @@ class Sandbox:
 
     def __init__(self, root: Path, free: tuple[str, ...] = ()) -> None:
         self.root = str(root)
-        self._files = os.path.join(self.root, "files")
+        self._files = os.path.join(self.root, FILES)
         self._free = (*_FREE, self.root + os.sep, *(place.rstrip(os.sep) + os.sep for place in free if place))
         self._local = threading.local()
+        self._gone: set[str] = set()  # real paths of what was there before, and the script has removed
+        self._entered = False
         self.refused: list[str] = []
 
     def moved(self, path: Any, *, copy: bool = False) -> Any:
         """Where a write of this path goes; with `copy` the file that is there already comes along."""
-        target = self._target(path)
-        if target is None:
+        real = self._real(path)
+        if real is None:
             return path
+        target = self._files + real
         with self._plain():
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            if copy and os.path.isfile(path) and not os.path.exists(target):
-                if os.path.getsize(path) > LARGEST_COPY_BYTES:
-                    self.refused.append(os.path.basename(os.fspath(path)))
-                    raise OSError(30, "the diagnosis does not change files in place that are larger than 1 GiB")
-                shutil.copyfile(path, target)
+            if copy and os.path.isfile(real) and not os.path.exists(target) and self._really(real):
+                self._refuse_large(real, os.path.getsize(real))
+                shutil.copyfile(real, target)
         return target
 
     def seen(self, path: Any) -> Any:
         """Where a read of this path goes: to what the script has written, if it has."""
-        target = self._target(path)
-        if target is None:
+        real = self._real(path)
+        if real is None:
             return path
-        with self._plain():
-            return target if os.path.lexists(target) else path
+        if self._made(real) or self._is_gone(real):
+            return self._files + real
+        return real if self._entered else path
 
-    def _target(self, path: Any) -> str | None:
-        if not isinstance(path, (str, bytes, os.PathLike)) or self._busy:
+    def _real(self, path: Any) -> str | None:
+        """The real path of what is redirected, also where the script is in a folder of the sandbox; None: it is not."""
+        if not isinstance(path, (str, bytes, os.PathLike)) or not path or self._busy:
             return None
-        absolute = os.path.abspath(os.fsdecode(path))
-        if (absolute + os.sep).startswith(self._free):
+        real = os.path.abspath(os.fsdecode(path))
+        if (real + os.sep).startswith(self._files + os.sep):
+            real = real[len(self._files) :] or os.sep
+        return None if (real + os.sep).startswith(self._free) else real
+
+    def _made(self, real: str) -> bool:
+        """Whether the script has made it."""
+        with self._plain():
+            return os.path.lexists(self._files + real)
+
+    def _really(self, real: str) -> bool:
+        """Whether it was there before, and the script has not removed it."""
+        with self._plain():
+            return os.path.lexists(real) and not self._is_gone(real)
+
+    def _is_gone(self, real: str) -> bool:
+        """Whether the script has removed it, or a folder that it was in."""
+        return bool(self._gone) and not self._gone.isdisjoint((real, *map(str, Path(real).parents)))
+
+    def _is_folder(self, real: str) -> bool:
+        with self._plain():
+            return os.path.isdir(real) and not os.path.islink(real)
+
+    def _entries(self, path: Any) -> dict[str, Any] | None:
+        """What is in a folder that the script has changed, by name; None: as it was before, or there is none."""
+        real = None if isinstance(path, bytes) else self._real(path)
+        if real is None:
             return None
-        return self._files + absolute
+        made, there = self._made(real), self._really(real)
+        if not made and not (there and any(os.path.dirname(one) == real for one in self._gone)):
+            return None
+        found: dict[str, Any] = {}
+        with self._plain():
+            for folder in [self._files + real] * made + [real] * (there and os.path.isdir(real)):
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        if folder != real or os.path.join(real, entry.name) not in self._gone:
+                            found.setdefault(entry.name, entry)
+        return found
+
+    def _refuse_large(self, path: Any, size_bytes: int) -> None:
+        if size_bytes > LARGEST_COPY_BYTES:
+            self.refused.append(os.path.basename(os.fspath(path)))
+            raise OSError(errno.EROFS, "the diagnosis does not change files in place that are larger than 1 GiB")
 
     @property
     def _busy(self) -> bool:
@@ -112,15 +166,19 @@ class Sandbox:
         for name in ("mkdir", "symlink", "link", "mkfifo"):
             setattr(os, name, self._writes(getattr(os, name), last=name in ("symlink", "link")))
         for name in ("remove", "unlink", "rmdir"):
-            setattr(os, name, self._removes(getattr(os, name)))
-        for name in ("chmod", "utime", "truncate"):
-            setattr(os, name, self._changes(getattr(os, name)))
+            setattr(os, name, self._removes(getattr(os, name), folder=name == "rmdir"))
         for name in ("rename", "replace"):
             setattr(os, name, self._renames(getattr(os, name)))
-        for name in ("stat", "lstat", "access", "readlink"):
-            setattr(os, name, self._reads(getattr(os, name)))
-        os.listdir = self._lists(os.listdir)
-        shutil.rmtree = self._removes(shutil.rmtree)  # type: ignore[assignment]
+        for names, wrap in ((_CHANGES, self._changes), (_READS, self._reads)):
+            for name in names:
+                function = getattr(os, name, None)  # attributes of files are Linux's
+                if function is not None:
+                    setattr(os, name, wrap(function))
+                    if function in os.supports_follow_symlinks:  # shutil asks
+                        os.supports_follow_symlinks.add(getattr(os, name))
+        os.listdir, os.scandir = self._lists(os.listdir), self._scans(os.scandir)
+        os.chdir = self._enters(os.chdir)
+        shutil.rmtree = self._removes(shutil.rmtree, folder=True)  # type: ignore[assignment]
 
     def _open(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -149,38 +207,48 @@ class Sandbox:
             if kwargs.get("dir_fd") is None and args:
                 place = 1 if last and len(args) > 1 else 0
                 path = args[place]
-                if not last and self._target(path) is not None and self._really(path):
-                    raise FileExistsError(17, "File exists", path)
+                real = self._real(path)
+                if not last and real is not None and self._really(real):
+                    raise FileExistsError(errno.EEXIST, "File exists", path)
                 args = (*args[:place], self.moved(path), *args[place + 1 :])
+                if place and function.__name__ == "link":  # what writes to one of its names writes to the file
+                    args = (self.moved(args[0], copy=True), *args[1:])
+                elif place and os.path.isabs(args[0]):
+                    args = (self.seen(args[0]), *args[1:])
             return function(*args, **kwargs)
 
         return written
 
-    def _really(self, path: Any) -> bool:
-        with self._plain():
-            return os.path.exists(path)
+    def _removes(self, function: Callable[..., Any], *, folder: bool) -> Callable[..., Any]:
+        """What was there before stays, and the script sees it no more. `folder`: it removes folders alone."""
 
-    def _removes(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def removed(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dir_fd") is not None or self._target(path) is None:
+            real = self._real(path)
+            if kwargs.get("dir_fd") is not None or real is None:
                 return function(path, *args, **kwargs)
-            target = self.seen(path)
-            if target is path and self._really(path):
-                return None  # it stays where it is
-            with self._plain():
-                return function(target, *args, **kwargs)
+            if function.__name__ == "rmdir" and os.listdir(os.fsdecode(path)):
+                raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
+            there = self._really(real)
+            if self._made(real):
+                with self._plain():
+                    function(self._files + real, *args, **kwargs)
+            elif not there or self._is_folder(real) is not folder:
+                return function(self.seen(path), *args, **kwargs)  # it fails, or the caller ignores that
+            if there:
+                self._gone.add(real)
+            return None
 
         return removed
 
     def _changes(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dir_fd") is None and self._target(path) is not None:
-                target = self.seen(path)
-                if target is path:
-                    return None
-                path = target
+            real = self._real(path)
+            if kwargs.get("dir_fd") is None and real is not None:
+                if not self._made(real) and self._really(real):
+                    return None  # it stays as it is
+                path = self.seen(path)
             return function(path, *args, **kwargs)
 
         return changed
@@ -188,17 +256,27 @@ class Sandbox:
     def _renames(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def renamed(source: Any, target: Any, **kwargs: Any) -> Any:
-            if self._target(source) is None and self._target(target) is None:
+            real = self._real(source)
+            if real is None and self._real(target) is None:
                 return function(source, target, **kwargs)
-            found = self.seen(source)
-            if found is source and self._target(source) is not None:
-                if self._really(source) and os.path.isfile(source):  # a file of the user's stays, a copy is moved
-                    found = self.moved(source, copy=True)
-                elif self._really(source):
-                    return None
-            return function(found, self.moved(target), **kwargs)
+            if real is None or not self._really(real):
+                return function(self.seen(source), self.moved(target), **kwargs)
+            if os.path.isdir(source):  # what is the user's stays, a copy is moved
+                self._copy_folder(source, target)
+                with self._plain():
+                    shutil.rmtree(self._files + real, ignore_errors=True)
+            else:
+                function(self.moved(source, copy=True), self.moved(target), **kwargs)
+            self._gone.add(real)
+            return None
 
         return renamed
+
+    def _copy_folder(self, source: Any, target: Any) -> None:
+        """Copies a folder as the script sees it."""
+        sizes = [os.lstat(os.path.join(top, name)).st_size for top, _, names in os.walk(source) for name in names]
+        self._refuse_large(source, sum(sizes))
+        shutil.copytree(source, target, symlinks=True)
 
     def _reads(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -212,12 +290,70 @@ class Sandbox:
     def _lists(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def listed(path: Any = ".") -> Any:
-            found = self.seen(path)
-            if found is path:
-                return function(path)
-            names = list(function(found))
-            if self._really(path):
-                names += [name for name in function(path) if name not in names]
-            return names
+            entries = self._entries("." if path is None else path)
+            if entries is None:
+                return function(path if isinstance(path, bytes) else self.seen(path))
+            return list(entries)
 
         return listed
+
+    def _scans(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def scanned(path: Any = ".") -> Any:
+            path = "." if path is None else path
+            entries = self._entries(path)
+            if entries is None:
+                return function(path if isinstance(path, bytes) else self.seen(path))
+            return _Scan(_Entry(entry, path) for entry in entries.values())
+
+        return scanned
+
+    def _enters(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Changes into the folder that was there before; into the sandbox's where only the script has made one."""
+
+        @functools.wraps(function)
+        def entered(path: Any) -> Any:
+            real = self._real(path)
+            if real is None or self._really(real):
+                return function(path if real is None else real)
+            self._entered = True
+            return function(self.seen(path))
+
+        return entered
+
+
+class _Entry:
+    """An entry of os.scandir, under the path that the script knows."""
+
+    def __init__(self, entry: os.DirEntry[str], folder: Any) -> None:
+        self._entry = entry
+        self.name = entry.name
+        self.path: str = os.path.join(folder, entry.name)
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+
+class _Scan:
+    """What os.scandir gives: an iterator that is closed, also by `with`."""
+
+    def __init__(self, entries: Iterator[_Entry]) -> None:
+        self._left = entries
+
+    def __iter__(self) -> _Scan:
+        return self
+
+    def __next__(self) -> _Entry:
+        return next(self._left)
+
+    def __enter__(self) -> _Scan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._left = iter(())
