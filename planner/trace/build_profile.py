@@ -92,11 +92,14 @@ def _profile_on(workload: Workload, device: str, *, identity: str, request: Trac
         raise
     except Exception as error:
         small, large = tracer.samples
+        fixed = workload.fixed_micro_batch is not None
+        samples = f"{small}" if fixed else f"{small} or {large}"
+        more = " If it needs more samples than that, fix the micro-batch that it runs with: --fix micro_batch=N."
         failed = WorkloadError(
-            f"{_one_line(error)}: raised by a plain forward and backward of {workload.name} on {device}, of {small} "
-            f"or {large} samples",
-            hint=f"Run it without autoplan: loss(model, make_batch({small}, 0)).total.backward(). If it needs more "
-            "samples than that, fix the micro-batch that it runs with: --fix micro_batch=N.",
+            f"{_one_line(error)}: raised by a plain forward and backward of {workload.name} on {device}, of {samples} "
+            "samples",
+            hint=f"Run it without autoplan: loss(model, make_batch({small}, 0)).total.backward()."
+            f"{'' if fixed else more}",
         )
         # another process may do: a package can keep a fake tensor in its globals, and meet it here
         failed.add_note(why)

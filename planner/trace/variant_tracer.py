@@ -30,6 +30,7 @@ from autoplan.planner.trace.model_profile import LinearFit, OperationGroup, Vari
 from autoplan.planner.trace.op_benchmark import OpTiming, TimingRequest
 from autoplan.planner.trace.op_recorder import Recording
 from autoplan.planner.trace.record_step import record_step
+from autoplan.processes import raised_from_outside
 from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.workloads.devices import build_fake, has_closed_hooks
 from autoplan.strategies.workloads.workload import Workload
@@ -271,8 +272,17 @@ class VariantTracer:
         return first + more_blocks * kept_by_block, later + more_blocks * kept_by_block
 
     def _fit(self, key: VariantKey, depth: int | None) -> VariantFits:
-        """The fits of a variant at a depth; None: of the whole model."""
-        small, large = (self.record(key, depth, which) for which in range(2))
+        """The fits of a variant at a depth; None: of the whole model.
+
+        Where the micro-batch is fixed the program may run with no other one: then each figure is that of the fixed one.
+        """
+        small = self.record(key, depth, 0)
+        try:
+            large = self.record(key, depth, 1)
+        except Exception as error:  # the user's program, of twice the samples that it is made for
+            if self.workload.fixed_micro_batch is None or raised_from_outside(error) is not None:
+                raise
+            large = small
         return fit_variant(small, large, self.samples, self.requests)
 
     def with_timing(self, group: OperationGroup) -> OperationGroup:

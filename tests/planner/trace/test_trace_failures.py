@@ -156,6 +156,33 @@ def test_a_fixed_micro_batch_is_traced_at_its_size() -> None:
     assert profile.fewest_samples == 4 and PLAIN.text() in profile.variants
 
 
+def test_a_program_for_one_micro_batch_alone_is_traced_at_it() -> None:
+    """As a contrastive loss whose mask is made for its batch: twice the samples fail."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
+        outputs = model(batch)
+        alike = (outputs @ outputs.T).masked_fill(torch.eye(4, dtype=torch.bool), 0.0)
+        return LossSum(alike.sum(), len(batch))
+
+    workload = make_workload(lambda: Model(Steady, depth=6), loss, fixed_micro_batch=4)
+    request = TraceRequest(variants=(PLAIN,), timing_budget_s=1.0)
+    profile = profile_workload(workload, "cpu", identity="mask", request=request)
+    twice = make_workload(lambda: Model(Steady, depth=6), fixed_micro_batch=4)
+    other = profile_workload(twice, "cpu", identity="sum", request=TraceRequest(variants=(PLAIN,)))
+    variant, line = profile.variants[PLAIN.text()], other.variants[PLAIN.text()]
+    assert profile.method == "traced" and profile.num_blocks == 6
+    blocks, same = ([one for one in each.groups if one.segment == "block"] for each in (variant, line))
+    assert sum(one.count * one.flops.at(4) for one in blocks) == sum(one.count * one.flops.at(4) for one in same) > 0
+    assert variant.block_saved_bytes.at(4) == line.block_saved_bytes.at(4)
+    assert any(one.measured_s for one in blocks) and not any(one.measured_more_s for one in blocks)
+    with pytest.raises(WorkloadError, match="of 2 or 4 samples") as caught:
+        profile_workload(make_workload(lambda: Model(Steady), loss), "cpu", identity="mask")
+    assert "fix the micro-batch" in str(caught.value.hint)
+    with pytest.raises(WorkloadError, match="of 2 samples") as caught:
+        profile_workload(make_workload(lambda: Model(Steady), loss, fixed_micro_batch=2), "cpu", identity="mask")
+    assert "fix the micro-batch" not in str(caught.value.hint)
+
+
 def test_a_trace_leaves_the_users_config_alone() -> None:
     """build_model may make every model from one config object: cutting it would cut the models that come after."""
     from transformers import GPT2Config, GPT2LMHeadModel
