@@ -122,12 +122,12 @@ MEND: Mapping[str, str] = {
 }
 
 
-def find_causes(answer: Answer) -> list[Finding]:
-    """The findings of a script, the costliest first."""
+def find_causes(answer: Answer, failed: Sequence[str] = ()) -> list[Finding]:
+    """The findings of a script, the costliest first; `failed` are the keys of what it failed without."""
     seen = answer.observation
     if seen is None:
         return []
-    found = [*_proved(answer, seen), *_estimated(answer, seen), *_of_memory(answer, seen)]
+    found = [*_proved(answer, seen), *_estimated(answer, seen, failed), *_of_memory(answer, seen)]
     found = with_ranks(found, answer, seen)
     found = sorted(found, key=lambda one: -one.gain.median)[:MOST_FINDINGS]
     return [one.model_copy(update={"stack": _stack_of(one, seen)}) for one in found]
@@ -317,7 +317,7 @@ def _line(trial: SwitchTrial, seen: Observation) -> str | None:
 # What was not.
 
 
-def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
+def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iterator[Finding]:
     """What cannot be removed without an edit, and what there was no time for."""
     facts = seen.facts
     tested = _whole(answer)
@@ -333,7 +333,7 @@ def _estimated(answer: Answer, seen: Observation) -> Iterator[Finding]:
             tried = any(one.suspect.switch == "workers" and one.pairs for one in answer.trials)
             mend = MEND.get("freeze" if switch == "gc" else switch) or _mend_of_samples(loader, tried)
             yield _estimate(switch, WHAT[switch], _part_words(seen, part), mend, own.share, own.line)
-    yield from _untried(answer, seen)
+    yield from _untried(answer, seen, failed)
     loop = seen.part("loop")
     read_s = sum(one.seconds for one in facts.syncs)
     if loop is not None and facts.syncs and facts.syncs[0].line == loop.line and facts.syncs[0].calls > MANY_CALLS:
@@ -390,15 +390,18 @@ def _of_graph(seen: Observation) -> Iterator[Finding]:
         yield _estimate("two_backwards", WHAT["two_backwards"], said, MEND["two_backwards"], share, facts.backward_line)
 
 
-def _untried(answer: Answer, seen: Observation) -> Iterator[Finding]:
-    """What is there for certain, and there was no time to remove: the share that was expected to go."""
+def _untried(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iterator[Finding]:
+    """What is there for certain, and there was no time to remove: the share that was expected to go.
+
+    Not what the script failed without: columns of features, say, that look like padding.
+    """
     known = {
         one.suspect.key
         for one in answer.trials
         if one.why_not == NO_EFFECT or len(one.pairs) >= LEAST_PAIRS or (one.pairs and is_slower(one))
     }
     for suspect in find_suspects(seen):
-        if suspect.switch in SEEN and suspect.key not in known and suspect.worth >= LEAST_LOOP:
+        if suspect.switch in SEEN and suspect.key not in {*known, *failed} and suspect.worth >= LEAST_LOOP:
             trial = SwitchTrial(suspect=suspect)
             said, mend = _evidence(trial, seen, None), _mend(trial, seen, False)
             yield _estimate(suspect.switch, WHAT[suspect.switch], said, mend, suspect.worth, None)

@@ -112,7 +112,8 @@ def diagnose(
         shutil.rmtree(folder, ignore_errors=True)
     seen = answer.observation
     assert seen is not None
-    findings = find_causes(answer)
+    failed = runs.request.without
+    findings = find_causes(answer, failed)
     return Diagnosis(
         script=name,
         steps=answer.steps,
@@ -120,7 +121,7 @@ def diagnose(
         parts=seen.parts,
         findings=tuple(findings),
         tested=answer.trials,
-        notes=(*runs.notes, *notes_of(answer, seen, findings, runs.request.without), *notes_of_ranks(answer, nproc)),
+        notes=(*runs.notes, *notes_of(answer, seen, findings, failed), *notes_of_ranks(answer, nproc)),
         ranks=rank_times(answer),
         stacks=seen.stacks,
         operations=seen.operations,

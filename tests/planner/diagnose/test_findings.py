@@ -269,6 +269,7 @@ def test_what_is_there_for_certain_is_estimated_where_there_was_no_time_for_it()
     assert 1.5 < found[0].gain.median < 1 / (1 - 0.6) and "Teacher" in found[1].mend
     tried = (trial("padding", 0.1), trial("needless_gradients", 0.1))  # it was seen that they cost nothing
     assert find_causes(Answer(observation=seen, trials=tried)) == []
+    assert [one.cause for one in find_causes(Answer(observation=seen), ("padding",))] == ["needless_gradients"]
     little = seen.model_copy(update={"facts": facts.model_copy(update={"padding": 0.15, "needless": ()})})
     assert find_causes(Answer(observation=little)) == []
 
