@@ -12,12 +12,11 @@ import functools
 import gc
 import itertools
 import logging
-import math
 import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -491,12 +490,14 @@ class LoaderHooks:
             loader = self._owner.get(iterator)
             if not clock.here or loader is None:
                 return function(iterator)
-            if "evaluation" in clock.skipped and not self.is_main(loader):
+            main = self.is_main(loader)
+            if "evaluation" in clock.skipped and not main:
                 return self._once(iterator, function)
-            if self.gives_instead and self.is_main(loader):
-                self._given_instead[iterator] = given = self._given_instead.get(iterator, 0) + 1
-                if iterator._num_yielded + given > (length_of(loader) or math.inf):
-                    raise StopIteration  # as the script's own epoch ends
+            given = self._given_instead.get(iterator, 0)
+            if main and (given or self.gives_instead) and iterator._num_yielded + given == length_of(loader):
+                raise StopIteration  # as the script's own epoch ends; one that is past its length has no end
+            if main and self.gives_instead:
+                self._given_instead[iterator] = given + 1
                 return self.instead(loader)
             clock.enter("data")
             began = time.perf_counter()
@@ -504,7 +505,7 @@ class LoaderHooks:
                 batch = function(iterator)
                 return self._seen(iterator, loader, batch, time.perf_counter() - began)
             finally:
-                if self.is_main(loader):
+                if main:
                     clock.note_line("data", time.perf_counter() - began)
                 clock.leave()
 
@@ -584,7 +585,7 @@ class Epoch:
     def __init__(self, hooks: LoaderHooks, loader: Any) -> None:
         self.hooks, self.loader = hooks, loader
         self.own: Any = None
-        self.left = len(loader)
+        self.left = length_of(loader) or 0
 
     def __iter__(self) -> Epoch:
         return self
@@ -604,10 +605,10 @@ class Epoch:
 
 
 def length_of(loader: Any) -> int | None:
-    """The batches of an epoch; None where the loader does not know."""
+    """The batches of an epoch; None where the loader does not know, or one iterator of it serves all epochs."""
     try:
-        return len(loader)
-    except TypeError:
+        return len(loader if isinstance(loader.dataset, torch.utils.data.IterableDataset) else loader._index_sampler)
+    except (TypeError, NotImplementedError):
         return None
 
 
@@ -646,7 +647,7 @@ def shallow(batch: Any) -> Any:
 def _tensors(batch: Any) -> list[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         return [batch]  # it has a method `values` of its own
-    values = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, (list, tuple)) else []
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else []
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
@@ -655,7 +656,7 @@ def _used_columns(batch: Any) -> tuple[int, int] | None:
 
     A column is padding if it is the same number in all samples, and so are all columns after it.
     """
-    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     ids = mask if isinstance(mask, torch.Tensor) else next(
         (one for one in _tensors(batch) if one.dim() == 2 and not one.is_floating_point() and one.dtype != torch.bool),
         None,
@@ -682,7 +683,7 @@ def cropped(batch: Any) -> Any:
         fits = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == columns[1]
         return value[:, : columns[0]].contiguous() if fits else value
 
-    if hasattr(batch, "items"):
+    if isinstance(batch, Mapping):
         found = shallow(batch)
         for name, value in batch.items():
             found[name] = crop(value)

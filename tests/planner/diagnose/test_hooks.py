@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 from torch.utils.data._utils import fetch
 
 from autoplan.planner.diagnose.clock import Clock
-from autoplan.planner.diagnose.hooks import Hooks, LoaderHooks, in_single
+from autoplan.planner.diagnose.hooks import Hooks, LoaderHooks, cropped, in_single, padding_share
 from autoplan.planner.diagnose.records import Suspect
 from autoplan.planner.diagnose.sandbox import Sandbox
 from autoplan.planner.diagnose.session import recompile_reasons
@@ -83,6 +85,65 @@ def test_an_epoch_of_known_batches_is_as_long_as_the_scripts_own(loaders: Loader
     next(iterator)
     loaders.replay = True
     assert len(list(iterator)) == 2
+    loaders.replay = False
+    iterator = iter(loader or DataLoader(DATA, batch_size=2))
+    next(iterator)
+    loaders.replay = True
+    next(iterator)
+    loaders.replay = False
+    assert len(list(iterator)) == 1  # one of its own, one that was given, one of its own
+    assert epoch(loaders, loader) == [0.0, 2.0, 4.0]
+
+
+class Again:
+    """A batch sampler without an end."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+class OneIterator(DataLoader[tuple[torch.Tensor, ...]]):
+    """One iterator for all epochs, as the loaders of ultralytics and timm have it."""
+
+    def __init__(self) -> None:
+        super().__init__(DATA, batch_size=2)
+        object.__setattr__(self, "batch_sampler", Again(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+def test_an_iterator_for_all_epochs_has_no_end(loaders: LoaderHooks) -> None:
+    loader = OneIterator()
+    for replay in (False, False, True, False):
+        loaders.replay = replay
+        assert len(epoch(loaders, loader)) == 3
+    assert loaders.got == 8  # not the very first, of which no step was known, and none of the third epoch
+
+
+class Values(NamedTuple):
+    """A batch whose fields have the names of methods of a dict."""
+
+    values: torch.Tensor
+    get: int
+    items: int
+
+
+def test_a_batch_may_have_fields_of_any_name() -> None:
+    ids = torch.tensor([[1, 2, 3, 0, 0, 0, 0, 0], [4, 5, 0, 0, 0, 0, 0, 0]])
+    for batch in (Values(ids, 1, 2), SimpleNamespace(values=ids, get=1, items=2)):
+        assert cropped(batch) is batch
+    assert padding_share(Values(ids, 1, 2)) == padding_share(UserDict(ids=ids)) == 5 / 8
+    assert cropped(UserDict(ids=ids))["ids"].shape == (2, 3)
 
 
 def test_activations_are_kept_while_checkpointing_is_removed(tmp_path: Path) -> None:
