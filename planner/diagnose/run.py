@@ -16,6 +16,7 @@ from autoplan.planner.diagnose.findings import find_causes, notes_of
 from autoplan.planner.diagnose.gains import LEAST_PAIRS
 from autoplan.planner.diagnose.rank_findings import notes_of_ranks, rank_times
 from autoplan.planner.diagnose.records import Answer, Diagnosis, Request, Suspect, SwitchTrial
+from autoplan.planner.diagnose.sandbox import FILES
 from autoplan.planner.diagnose.session import compiles_again
 from autoplan.planner.diagnose.suspects import find_suspects, tried_words
 from autoplan.processes import Ended, ProcessReport, Progress, Task, Zygote, folder_prefix, limit_hit
@@ -194,7 +195,10 @@ class _Runs:
                 self.request = self.request.model_copy(update={"one_rank": True})
                 continue
             if found.observation is None:
-                raise self._no_steps(report, found)
+                if answer.observation is None:
+                    raise self._no_steps(report, found)
+                self.notes.append(f"run again, the script did not come to its steps: {report.describe()}")
+                break  # what was measured before stays
             progress = sum(len(one.pairs) for one in found.trials) - sum(len(one.pairs) for one in answer.trials)
             answer = found
             if not self._goes_on(report, found, progress):
@@ -219,6 +223,7 @@ class _Runs:
         return answer.model_copy(update={"trials": (*answer.trials, trial)})
 
     def _run(self, budget_s: float) -> ProcessReport:
+        shutil.rmtree(Path(self.request.sandbox, FILES), ignore_errors=True)  # what an earlier run has written
         self.on_progress(f"starting {self.name}")
         task = Task(
             target="autoplan.planner.diagnose.worker:run_script",
@@ -247,6 +252,8 @@ class _Runs:
             self.notes.append(f"the script failed after {found.steps} steps: {_at(found)}")
         elif found.how == "ended" and found.rank is not None:
             self.notes.append(f"{_uneven_end(found)}. {UNEVEN_MEND}")
+        elif found.how == "running" and report.ended is not Ended.FINISHED:
+            self.notes.append(f"the script was ended after {found.steps} steps: {report.describe()}")
         assert found.observation is not None
         whole = {one.suspect.key for one in found.trials if len(one.pairs) >= LEAST_PAIRS or one.why_not}
         left = [one for one in find_suspects(found.observation) if one.key not in {*whole, *without}]

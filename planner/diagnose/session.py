@@ -476,8 +476,8 @@ class Session:
 
     def _block(self, suspect: Suspect, removed: bool, steps: int, step_s: float) -> Course:
         """Seconds of a step in a block of them, the bytes that a step adds, and the steps."""
+        self.keep(active=suspect.key if removed else None)  # written: a removal may kill the process, or hang it
         undo = remove(self.hooks, suspect) if removed else None
-        self.answer = self.answer.model_copy(update={"active": suspect.key if removed else None})
         for _ in range(suspect.settle if removed else suspect.settle_back):
             yield
         synchronize()

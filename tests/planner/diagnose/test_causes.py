@@ -134,6 +134,12 @@ def test_a_script_that_needs_what_was_removed_is_run_again_with_it() -> None:
     assert not Path("fragile.pt").exists()
 
 
+def test_a_removal_that_kills_the_process_is_said_and_is_not_made_again() -> None:
+    found = diagnose("fragile.py", "dies", budget=20.0)
+    (said,) = [note for note in found.notes if note.startswith("with no saving the script failed")]
+    assert "killed by signal 9" in said
+
+
 def test_what_a_script_takes_back_is_said_and_is_no_measurement() -> None:
     found = diagnose("takes_back.py", budget=15.0)
     assert "could not be tried: a fused optimizer step (it did not reach the steps)" in found.notes, found.notes

@@ -12,8 +12,11 @@ import pytest
 
 import autoplan
 from autoplan.errors import BudgetEndedError, UsageError, WorkloadError
-from autoplan.planner.diagnose.records import Diagnosis
+from autoplan.planner.diagnose.records import Answer, Diagnosis, Request
+from autoplan.planner.diagnose.run import _Runs
+from autoplan.processes import Ended, ProcessReport, RankReport
 from tests.cases import some
+from tests.planner.diagnose.test_findings import observation, trial
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CORES = str(len(os.sched_getaffinity(0)))
@@ -82,6 +85,50 @@ def test_what_is_no_script_is_refused(tmp_path: Path) -> None:
         autoplan.diagnose(tmp_path / "none.py")
     with pytest.raises(UsageError, match="no function"):
         autoplan.diagnose(3)
+
+
+class Recorded:
+    """In the place of a zygote: gives reports of runs, each of which has written a file."""
+
+    def __init__(self, folder: Path, *ends: tuple[Ended, Answer | None]) -> None:
+        self.written, self.ends = folder / "files" / "last.pt", [*ends]
+
+    def run(self, task: object, on_progress: object) -> ProcessReport:
+        assert not self.written.exists(), "a run begins without the files of the one before it"
+        self.written.parent.mkdir(exist_ok=True)
+        self.written.touch()
+        ended, answer = self.ends.pop(0)
+        rank = dict.fromkeys(RankReport.model_fields) | {"rank": 0, "phase": "script", "started": True}
+        rank |= {"facts": {}, "stderr_tail": "", "stdout_tail": "", "phase_seconds": {}}
+        rank["result"] = None if answer is None else answer.model_dump(mode="json")
+        counts = ("peak_memory_bytes", "kernel_oom_kills", "swept", "left_behind")
+        report = dict.fromkeys(ProcessReport.model_fields) | dict.fromkeys(counts, 0)
+        report |= {"ended": ended, "phase": "script", "phase_deadline_s": 30.0, "seconds": 30.0, "ranks": (rank,)}
+        return ProcessReport.model_validate(report | {"phase_seconds": {}, "trouble": ""})
+
+
+def recorded(folder: Path, *ends: tuple[Ended, Answer | None]) -> tuple[Answer, list[str]]:
+    """The answer of a script whose runs ended so, and what is said of them."""
+    request = Request(script="train.py", budget_s=60.0, sandbox=str(folder))
+    runs = _Runs(Recorded(folder, *ends), request, lambda: None, "train.py", 1 << 30, lambda text: None)  # type: ignore[arg-type]
+    return runs.go(), runs.notes
+
+
+MEASURED = Answer(steps=40, observation=observation(), trials=(trial("saving", 0.04),))
+
+
+def test_what_was_measured_stays_where_the_next_run_ends_before_its_first_steps(tmp_path: Path) -> None:
+    failed = MEASURED.model_copy(update={"how": "raised", "error": "OSError: old", "active": "workers=2"})
+    answer, notes = recorded(tmp_path, (Ended.RANK_FAILED, failed), (Ended.DEADLINE, None))
+    assert answer.observation == MEASURED.observation and answer.trials == MEASURED.trials
+    assert notes[0] == "with 2 workers the script failed, so it was not measured: OSError: old"
+    assert notes[1].startswith("run again, the script did not come to its steps: over its deadline of 30 s")
+
+
+def test_a_script_that_was_ended_with_nothing_removed_is_said_to_be(tmp_path: Path) -> None:
+    done = MEASURED.model_copy(update={"how": "done"})
+    _, notes = recorded(tmp_path, (Ended.MEMORY_LIMIT, MEASURED), (Ended.FINISHED, done))
+    assert len(notes) == 1 and notes[0].startswith("the script was ended after 40 steps: used 0.00 GiB")
 
 
 def test_saving_is_found_and_nothing_is_written_but_one_document_and_a_trace(tmp_path: Path) -> None:
