@@ -158,15 +158,12 @@ def learning_rate_a_tenth_lower(run: Any) -> None:
 
 
 def in_the_last_step(change: Callable[[Any], None]) -> Callable[[Any], None]:
-    """For `around_step`: something done after the last step of the check alone.
-
-    One more step is torch's own, of zeros, before it loads a state.
-    """
+    """For `around_step`: something done after the last step of the check alone."""
     taken: list[None] = []
 
     def after(kept: Any) -> None:
         taken.append(None)
-        if len(taken) == CHECK_STEPS + 1:
+        if len(taken) == CHECK_STEPS:
             with torch.no_grad():
                 change(kept)
 
