@@ -395,6 +395,7 @@ def test_a_recompilation_has_the_line_of_the_users_and_not_of_a_hook(
     hooks = hooks_in(tmp_path)
     monkeypatch.setattr(nn.Module, "__call__", hooks.modules._called(nn.Module.__call__))
     torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()  # of other tests: only the most frequent reasons are read
     model = torch.compile(Counting(), backend="eager", dynamic=False)
     for _ in range(3):
         model(torch.randn(4))
