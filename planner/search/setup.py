@@ -174,7 +174,9 @@ def begin_search(means: Means) -> SearchContext:
     profile = _trace(means, hardware, target.device, facts, host_limit, _variants(facts, space.candidates))
     context = SearchContext(
         means=means,
-        spec=facts.spec.model_copy(update={"find_unused_parameters": profile.unused_parameters}),
+        spec=facts.spec.model_copy(
+            update={"find_unused_parameters": facts.spec.find_unused_parameters or profile.unused_parameters}
+        ),
         hardware=hardware,
         probed=probed,
         device=target.device,

@@ -76,7 +76,8 @@ def build_anew(trainer: Any, arguments: Any, *, optimizers: tuple[Any, Any] = (N
         optimizers=optimizers,
         preprocess_logits_for_metrics=trainer.preprocess_logits_for_metrics,
     )
-    if signal.getsignal(signal.SIGTERM) is not on_termination:  # enable_jit_checkpoint: the old callback has its own
+    changed = signal.getsignal(signal.SIGTERM) is not on_termination  # enable_jit_checkpoint: the old one has its own
+    if changed and on_termination is not None:  # None: it was not set from Python, and cannot be put back
         signal.signal(signal.SIGTERM, on_termination)
     for name, value in vars(trainer).items():
         if name not in BUILT_ANEW:

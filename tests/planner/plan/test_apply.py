@@ -197,6 +197,12 @@ def test_a_fixed_micro_batch_is_the_plans():
         assert torch.isfinite(run.step(image_batch(8, 0)).loss)
 
 
+def test_what_a_workload_says_of_parameters_without_a_gradient_is_the_plans():
+    """A few batches may leave one out, which no trace sees."""
+    own = spec_from_objects(dataclasses.replace(classifier(), find_unused_parameters=True))
+    assert inspect_workload(own, make_hardware(), "cpu", parallel=False).spec.find_unused_parameters
+
+
 def test_a_model_of_the_users_is_split_as_the_workload_says():
     split = {"stages.*.*.first": "colwise", "stages.*.*.second": "rowwise"}
     plan = image_plan(tensor_plan=split)
