@@ -334,21 +334,22 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
             mend = MEND.get("freeze" if switch == "gc" else switch) or _mend_of_samples(loader, tried)
             yield _estimate(switch, WHAT[switch], _part_words(seen, part), mend, own.share, own.line)
     yield from _untried(answer, seen, failed)
-    loop = seen.part("loop")
-    read_s = sum(one.seconds for one in facts.syncs)
-    if loop is not None and facts.syncs and facts.syncs[0].line == loop.line and facts.syncs[0].calls > MANY_CALLS:
+    loop, most = seen.part("loop"), _waits_at_most(answer, seen)
+    read_s, many = sum(one.seconds for one in facts.syncs), MANY_CALLS if facts.device == "cpu" else 0
+    if loop is not None and facts.syncs and facts.syncs[0].line == loop.line and facts.syncs[0].calls > many:
         read_s, loop = max(read_s, loop.seconds), None  # what is around the calls is there for them
-    if read_s / seen.mean_s >= LEAST_ESTIMATE:
+    share = min(read_s / seen.mean_s, most)
+    if share >= LEAST_ESTIMATE:
         one = facts.syncs[0]
         said = f"{one.calls:,.0f} calls in a step, {format_seconds(read_s)} with what is around them"
         mend = "keep it as a tensor (detach()), and read it once every N steps"
-        yield _estimate("sync", "tensors are read on the host in the steps", said, mend, read_s / seen.mean_s, one.line)
+        yield _estimate("sync", "tensors are read on the host in the steps", said, mend, share, one.line)
     if loop is not None and loop.share - (facts.compile_s / seen.mean_s) < LEAST_ESTIMATE:
         loop = None  # of a loop that calls a compiled function
-    if loop is not None and loop.share >= LEAST_ESTIMATE:
+    if loop is not None and (share := min(loop.share, most)) >= LEAST_ESTIMATE:
         said = f"{_part_words(seen, 'loop')} outside the loader, the model and the optimizer"
         mend = "do it once before the loop, every N steps, or in a Dataset with DataLoader workers"
-        yield _estimate("loop", "the loop's own code takes time in each step", said, mend, loop.share, loop.line)
+        yield _estimate("loop", "the loop's own code takes time in each step", said, mend, share, loop.line)
     if compiles_again(seen) and not any(trial.suspect.switch == "recompilation" for trial, _ in _with_gain(answer)):
         mend = "keep shapes, modes and Python numbers the same in all steps; TORCH_LOGS=recompiles names each guard"
         share = min(0.99, facts.compile_s / seen.mean_s)
@@ -367,10 +368,10 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
             "throttled", "the limit on CPU time of the container stops the training", said, mend, share, None
         )
     copy = seen.part("copy")
-    if copy is not None and copy.share >= LEAST_ESTIMATE:
+    if copy is not None and (share := min(copy.share, most)) >= LEAST_ESTIMATE:
         mend = "DataLoader(..., pin_memory=True) and tensor.to(device, non_blocking=True)"
         yield _estimate(
-            "copy", "the host waits for copies to the device", _part_words(seen, "copy"), mend, copy.share, copy.line
+            "copy", "the host waits for copies to the device", _part_words(seen, "copy"), mend, share, copy.line
         )
 
 
@@ -423,17 +424,14 @@ def _small_operations(found: Repeated, seen: Observation) -> Finding:
 def _idle(answer: Answer, seen: Observation) -> Iterator[Finding]:
     """A GPU that the host does not keep busy with forward, backward and optimizer: all of that could go at the most.
 
-    Other waits (for data, copies, saving and so on) have findings of their own, and are taken off. The step is the
-    shortest that was measured: while the first steps are looked at, the host is slower.
+    Other waits (for data, copies, saving and so on) have findings of their own, and are taken off.
     """
-    *kinds, last = seen.operations or (None,)
-    facts = seen.facts
+    *kinds, _ = seen.operations or (None,)
+    facts, busy_s = seen.facts, _busy_s(seen)
     compiled = any(trial.suspect.switch == "compile" for trial, _ in _with_gain(answer))
-    if last is None or last.kind != "device idle" or last.share <= 0 or facts.exchange is not None or compiled:
+    if busy_s is None or facts.exchange is not None or compiled:
         return
-    busy_s = last.seconds / last.share - last.seconds
-    as_is = [statistics.median(one for one, _ in trial.pairs) for trial in answer.trials if trial.pairs]
-    step_s = min([seen.step_s.median, *as_is])
+    step_s = _shortest_step_s(answer, seen)
     work: tuple[Part, ...] = ("forward", "loss", "backward", "optimizer")
     others_s = sum(one.seconds for one in seen.parts if one.part not in work)
     share = min(step_s - busy_s - others_s, sum(one.seconds for one in seen.parts if one.part in work)) / step_s
@@ -447,6 +445,33 @@ def _idle(answer: Answer, seen: Observation) -> Iterator[Finding]:
     mend += f"{facts.optimizer}(..., fused=True); " if facts.can_fuse and seen.share("optimizer") >= LEAST_LOOP else ""
     mend += "more samples in a step, if memory allows"
     yield _estimate("idle", WHAT["idle"], said, mend, share, None)
+
+
+def _waits_at_most(answer: Answer, seen: Observation) -> float:
+    """The most that a step can lose by what the host does beside it, as a share: on a GPU the time in which that idles.
+
+    While a GPU works, the host may wait for it, or compute: the next launches are queued in time. 0: how long the GPU
+    works is not known.
+    """
+    if seen.facts.device == "cpu":
+        return 1.0
+    busy_s, step_s = _busy_s(seen), _shortest_step_s(answer, seen)
+    return 0.0 if busy_s is None else max(0.0, 1 - busy_s / step_s)
+
+
+def _busy_s(seen: Observation) -> float | None:
+    """Seconds of a step in which the GPU works; None: no trace of one says it."""
+    last = seen.operations[-1] if seen.operations else None
+    if last is None or last.kind != "device idle" or not seen.operations[:-1]:
+        return None
+    whole_s = last.seconds / last.share if last.share > 0 else seen.step_s.median
+    return whole_s - last.seconds
+
+
+def _shortest_step_s(answer: Answer, seen: Observation) -> float:
+    """The shortest step that was measured: while the first steps are looked at, the host is slower."""
+    as_is = [statistics.median(one for one, _ in trial.pairs) for trial in answer.trials if trial.pairs]
+    return min([seen.step_s.median, *as_is])
 
 
 def _compile_words(seen: Observation) -> str:

@@ -47,6 +47,9 @@ OF_CHECKPOINT = frozenset({"use_reentrant", "context_fn", "determinism_check", "
                            "early_stop"})  # fmt: skip
 """Keywords of torch.utils.checkpoint.checkpoint itself."""
 
+AUTOCAST = ("cpu", "cuda")
+"""Devices whose autocast is asked for: where a training runs is known only after its first steps."""
+
 SYNCS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
 """Calls that read a tensor on the host."""
 
@@ -336,10 +339,15 @@ class Hooks:
         return save
 
     def _read(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A call that reads a tensor on the host: its line is noted, and its part stays what it is."""
-        clock = self.clock
+        """A call that reads a tensor on the host: its line is noted, and its part stays what it is.
+
+        Where there is a GPU, a tensor that is on the host already counts for nothing: nobody waits for it.
+        """
+        clock, has_gpu = self.clock, torch.cuda.is_available()
 
         def read(*args: Any, **kwargs: Any) -> Any:
+            if has_gpu and args and isinstance(args[0], torch.Tensor) and args[0].device.type == "cpu":
+                return function(*args, **kwargs)
             began = time.perf_counter()
             found = function(*args, **kwargs)
             if clock.here and clock.current != "data":
@@ -763,7 +771,7 @@ class ModuleHooks:
         clock.enter("forward")
         self.called.add(module)
         self.anomaly = self.anomaly or torch.is_anomaly_enabled()
-        self.low_precision = self.low_precision or torch.is_autocast_enabled(self.device)
+        self.low_precision = self.low_precision or any(map(torch.is_autocast_enabled, AUTOCAST))
         try:
             if self.autocast:
                 clock.acted += 1

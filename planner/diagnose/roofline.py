@@ -413,9 +413,9 @@ def find_scores(trace: Mapping[str, Any]) -> list[Scores]:
     return sorted(found, key=lambda one: -one.seconds)
 
 
-def has_device(trace: Mapping[str, Any]) -> bool:
-    """Whether the trace has work of a device, which being traced does not make slower."""
-    return any(event.get("cat") in DEVICE for event in _whole_events(trace))
+def device_s(trace: Mapping[str, Any]) -> float:
+    """Seconds in which a device computed or copied; 0: the trace has no work of one."""
+    return _busy_s(_whole_events(trace))
 
 
 def _softmax_shape(call: _Call) -> tuple[int, ...]:

@@ -379,7 +379,7 @@ class Session:
             return
         whole_s = sum(step.seconds for step in took)
         found = roofline.read_operations(trace, steps, whole_s, seen.facts.rates, steps * seen.step_s.median)
-        as_is = 1.0 if roofline.has_device(trace) else min(1.0, steps * seen.step_s.median / whole_s)
+        as_is = min(1.0, steps * seen.step_s.median / (roofline.device_s(trace) or whole_s))
         facts = seen.facts.model_copy(update={"attention": self._hand_attention(trace, seen, as_is / steps)})
         self.keep(observation=seen.model_copy(update={"operations": found, "facts": facts}))
         if keep is not None:

@@ -26,6 +26,7 @@ from autoplan.planner.diagnose.records import (
     Stack,
     Suspect,
     SwitchTrial,
+    SyncLine,
 )
 from autoplan.planner.diagnose.session import graph_breaks, line_of_samples, seen_once
 from autoplan.planner.diagnose.suspects import NO_EFFECT, TRIED, find_suspects, together, tried_words
@@ -230,6 +231,22 @@ def test_a_gpu_that_is_busy_or_waits_for_something_else_gets_no_such_finding() -
     faster = tuple((0.039 + 0.0001 * n, 0.039) for n in range(4))  # as it is, once nothing looks at the steps
     one = SwitchTrial(suspect=Suspect(switch="fused", part="optimizer", worth=0.2), pairs=faster)
     assert find_causes(Answer(observation=on_a_gpu(0.42), trials=(one,))) == []
+
+
+def test_what_the_host_waits_for_costs_a_gpu_no_more_than_the_time_in_which_it_idles() -> None:
+    """`loss.item()` in a loop whose GPU is always busy waits for most of each step, and its removal gives nothing."""
+
+    def reads(idle: float, line: str = "train.py:9") -> list[Finding]:
+        seen = on_a_gpu(idle)
+        loop = PartTime(part="loop", seconds=0.03, low=0.03, high=0.03, share=0.47, events=20, line="train.py:9")
+        syncs = (SyncLine(line=line, calls=1, seconds=0.028),)
+        facts = seen.facts.model_copy(update={"syncs": syncs, "bf16_gain": None, "tf32_gain": None, "can_fuse": False})
+        return find_causes(Answer(observation=seen.model_copy(update={"parts": (loop, *seen.parts), "facts": facts})))
+
+    assert reads(0.04) == []
+    (one,) = reads(0.25)
+    assert one.cause == "sync" and one.gain.median == pytest.approx(1 / (1 - 0.25))
+    assert [one.cause for one in reads(0.25, "train.py:11")] == ["sync", "loop"]  # the loop's own code is elsewhere
 
 
 def test_on_a_gpu_tf32_is_tried_and_a_step_over_lists_where_there_is_no_fused_one() -> None:

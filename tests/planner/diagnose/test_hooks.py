@@ -55,6 +55,34 @@ def epoch(hooks: LoaderHooks, loader: DataLoader[tuple[torch.Tensor, ...]] | Non
     return seen
 
 
+def test_where_there_is_a_gpu_a_tensor_of_the_host_is_read_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer reads its number of steps, which is on the host, once for each parameter."""
+    for has_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        hooks = hooks_in(tmp_path)
+        read = hooks._read(torch.Tensor.item)
+        hooks.clock.open()
+        assert read(torch.tensor(3.0)) == 3.0
+        assert hooks._read(lambda device: device)(0) == 0  # torch.cuda.synchronize(0)
+        calls = sum(calls for (part, _), (_, calls) in hooks.clock.lines.items() if part == "sync")
+        assert calls == (1 if has_gpu else 2)
+
+
+def test_autocast_of_a_gpu_is_seen_before_it_is_known_where_the_training_runs(tmp_path: Path) -> None:
+    hooks = hooks_in(tmp_path)
+    hooks.clock.open()
+    hooks.modules._outermost(nn.Module.__call__, nn.Linear(2, 2), (torch.ones(1, 2),), {})
+    assert not hooks.modules.low_precision
+    torch.set_autocast_enabled("cuda", True)  # `with torch.autocast("cuda")` does nothing where there is none
+    try:
+        hooks.modules._outermost(nn.Module.__call__, nn.Linear(2, 2), (torch.ones(1, 2),), {})
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert hooks.modules.low_precision
+
+
 def test_a_loader_that_is_made_for_each_epoch_is_one_loader(loaders: LoaderHooks) -> None:
     epoch(loaders)
     assert not loaders.remade

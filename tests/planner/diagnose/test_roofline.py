@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autoplan.planner.diagnose.records import Diagnosis, Operations, Rates
 from autoplan.planner.diagnose.roofline import (
+    device_s,
     find_scores,
     fp32_is_exact,
     fused_attention_s,
@@ -171,6 +172,12 @@ def test_flops_of_a_real_step_are_those_of_torchs_counter(tmp_path: Path) -> Non
     assert total == pytest.approx(counter.get_total_flops(), rel=1e-3)
     by_kind = {one.kind: one for one in found}
     assert by_kind["convolution"].bound == by_kind["matrix products"].bound == "compute"
+
+
+def test_the_time_of_a_device_counts_once_where_streams_work_together() -> None:
+    kernels = [event("gemm", 0, 3000, cat="kernel"), event("copy", 2000, 2000, cat="gpu_memcpy")]
+    assert device_s({"traceEvents": [*kernels, event("aten::mm", 0, 9000)]}) == pytest.approx(4e-3)
+    assert device_s({"traceEvents": [event("aten::mm", 0, 9000)]}) == 0.0
 
 
 def test_a_fused_optimizer_and_attention_are_read_from_a_real_trace(tmp_path: Path) -> None:
