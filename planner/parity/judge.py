@@ -52,10 +52,9 @@ from autoplan.planner.parity.tolerances import (
     Tolerance,
 )
 from autoplan.planner.parity.tolerances import START as START_TOLERANCE
-from autoplan.planner.records.trials import ParityCheck
+from autoplan.planner.records.trials import IN_FP32, ParityCheck
 
 SAME_MASKS = "gradients, dropout on"  # compared where both runs drew the same masks
-IN_FP32 = ", in fp32"  # of the same knobs
 _TINY = 1e-30
 _NEAR_STEPS = 3  # in which the parameters of both runs still differ by little more than rounding
 

@@ -334,6 +334,10 @@ class Prediction(Record):
     hardware_flops: float | None = Field(default=None, description="FLOPs executed per optimizer step")
 
 
+IN_FP32 = ", in fp32"
+"""Ends the name of a comparison of the same knobs in fp32, which a check of other precisions makes too."""
+
+
 class ParityCheck(Record):
     """One comparison of the parity check: the largest difference of its kind, and what passes."""
 

@@ -6,6 +6,7 @@ decided in `next_work.py`; what a piece of work does is in `work.py`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,10 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
+from autoplan.planner.parity.records import CHECK_MICRO_BATCH
 from autoplan.planner.records.trials import (
+    IN_FP32,
     ClaimRounds,
     Objective,
     Outcome,
+    Parity,
     Prediction,
     Purpose,
     Trial,
@@ -556,9 +560,50 @@ def is_plain_run(config: TrainingConfig) -> bool:
 
 
 def failed_parity(store: Store, config: TrainingConfig) -> bool:
-    """Whether a configuration was checked and did not pass: it is never the plan."""
+    """Whether a configuration was checked and did not pass, or one was whose check computes the same: never the plan.
+
+    What all others are compared with has no other's verdict.
+    """
     found = store.parity_of(config)
-    return found is not None and not found.passed
+    if found is not None:
+        return not found.passed
+    if any(trial.config == config for trial in store.trials if trial.purpose == "baseline"):
+        return False
+    failed = [(other, parity) for other, parity in store.parities.items() if not parity.passed and parity.finished]
+    return any(is_checked_alike(config, other, parity) for other, parity in failed)
+
+
+BEFORE_THE_OPTIMIZER = ("step 1", "own length", "dropout on", "start", "loss")
+"""Ends of the names of what a check compares before the optimizer has stepped (`planner/parity/judge.py`)."""
+
+
+def leave_out_failed(model: CandidateModel, context: SearchContext, store: Store) -> None:
+    """Takes what would fail its check, as one of its kind has, out of what is untried."""
+    for failed, parity in store.parities.items():
+        if parity.passed or not parity.finished:
+            continue
+        varied = {
+            knob: context.space.values[knob] for knob in ("micro_batch", "optimizer_step", "allocator", "threads")
+        }
+        for values in itertools.product(*varied.values()):
+            config = failed.model_copy(update=dict(zip(varied, values, strict=True)))
+            if config in model.legal and is_checked_alike(config, failed, parity):
+                model.set_aside(config)
+
+
+def is_checked_alike(config: TrainingConfig, failed: TrainingConfig, parity: Parity) -> bool:
+    """Whether the check of a configuration computes what that of a failed one did.
+
+    A check has micro-batches of its own, and neither the allocator nor the threads of a trial are in it; where it
+    failed before the first step of the optimizer, it has nothing to do with how that step runs.
+    """
+    names = [one.name.removesuffix(IN_FP32) for one in parity.checks if not one.difference <= one.allowed]
+    same: dict[str, Any] = {"allocator": failed.allocator, "threads": failed.threads}
+    if any(name.endswith(BEFORE_THE_OPTIMIZER) for name in names):
+        same["optimizer_step"] = failed.optimizer_step
+    if min(config.micro_batch, failed.micro_batch) >= CHECK_MICRO_BATCH:
+        same["micro_batch"] = failed.micro_batch
+    return config.model_copy(update=same) == failed
 
 
 def make_model(options: SearchOptions, context: SearchContext, store: Store, budget_s: float) -> CandidateModel:
@@ -569,7 +614,7 @@ def make_model(options: SearchOptions, context: SearchContext, store: Store, bud
         num_blocks=context.facts.num_blocks,
         device=context.device,
     )
-    return CandidateModel(
+    model = CandidateModel(
         context.candidates,
         context.estimator,
         cost,
@@ -579,3 +624,5 @@ def make_model(options: SearchOptions, context: SearchContext, store: Store, bud
         slow_mode_limit_s=SLOW_MODE_SHARE * budget_s,
         objective=options.wanted,
     )
+    leave_out_failed(model, context, store)
+    return model

@@ -17,7 +17,7 @@ from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.objective import best_trial, to_beat
 from autoplan.planner.search.references import plain_configs, what_would_fit
 from autoplan.planner.search.selection import is_late
-from autoplan.planner.search.session import BudgetOver, Session, is_plain_run
+from autoplan.planner.search.session import BudgetOver, Session, is_plain_run, leave_out_failed
 from autoplan.planner.search.setup import probe_more, trace_more
 from autoplan.planner.search.side_by_side import Begun, SideBySide
 from autoplan.planner.search.state import check_s, claim_size, find_leader, leader_needs_s, near_configs, needs_s
@@ -339,6 +339,7 @@ def run_check(session: Session, work: Work) -> None:
         what = "fails parity" if parity.finished else "its parity check did not come to its end"
         why = "; ".join(parity.failures) or parity.note
         session.note(f"{work.config.describe()} was the fastest so far, but {what}: {why}")
+        leave_out_failed(session.model, session.context, session.store)
 
 
 def _check_time_s(session: Session, config: TrainingConfig) -> float:

@@ -220,6 +220,11 @@ class Store:
         """The claims that were begun, in order."""
         return tuple(self._found["claim"])
 
+    @property
+    def parities(self) -> Mapping[TrainingConfig, Parity]:
+        """The parity verdicts, by configuration."""
+        return self._parities
+
     def parity_of(self, config: TrainingConfig) -> Parity | None:
         """The parity verdict of a configuration, if it was checked."""
         return self._parities.get(config)

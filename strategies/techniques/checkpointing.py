@@ -135,7 +135,22 @@ def kept_operations() -> frozenset[Any]:
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in kept_operations() else CheckpointPolicy.PREFER_RECOMPUTE
+    """Keeps the result of a kept operation, unless it draws dropout.
+
+    The recomputation draws from the random state that the forward began with, and leaves out what is kept: attention
+    that draws and is kept would shift what every later dropout draws, and the gradients would be of other masks.
+    """
+    if operation in kept_operations() and not _dropout_of(operation, args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _dropout_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The rate of dropout that an operation is called with; 0: it has none."""
+    place = next((n for n, one in enumerate(operation._schema.arguments) if one.name == "dropout_p"), None)
+    if place is None:
+        return 0.0
+    return args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
 
 
 def selective_context() -> Any:

@@ -17,7 +17,16 @@ import numpy as np
 import pytest
 
 from autoplan.planner.parity import compare
-from autoplan.planner.records.trials import Interval, Outcome, Parity, PeakMemory, Prediction, Trial, Window
+from autoplan.planner.records.trials import (
+    Interval,
+    Outcome,
+    Parity,
+    ParityCheck,
+    PeakMemory,
+    Prediction,
+    Trial,
+    Window,
+)
 from autoplan.planner.search import answer
 from autoplan.planner.search import run as search_run
 from autoplan.planner.search.answer import SearchRun
@@ -74,6 +83,7 @@ class World:
         compile_s: Of a compilation with an empty cache.
         input_s: Of the data of a step, which runs do not wait for.
         passes: The verdict of a parity check; None: it does not come to its end.
+        failed: The name of the comparison of those that do not pass.
         fate: What becomes of a run: fields of its `Trial`, by its order and the runs before; None: it is good.
         core_slower: How many times as long a core takes, by the number of the run.
         made: The runs that were made, in order: purpose, configuration, round.
@@ -91,6 +101,7 @@ class World:
     compile_s: float = 20.0
     input_s: float = 0.0
     passes: Callable[[TrainingConfig], bool | None] = lambda config: True
+    failed: str = ""
     fate: Callable[[TrialOrder, int], dict[str, Any] | None] = lambda order, before: None
     core_slower: Callable[[int], float] = lambda number: 1.0
     seed: int = 0
@@ -349,14 +360,14 @@ class Searches:
                     describe=lambda: "the deadline passed", ended=Ended.CANCELLED, phase="", first_failure=None
                 )
                 raise TaskFailedError(report)
-            return verdict(passed)
+            return verdict(passed, world.failed)
 
         self.monkeypatch.setattr(search_run, "TrialRunner", make_runner)
         self.monkeypatch.setattr(compare, "run_parity", check)
 
 
-def verdict(passed: bool) -> Parity:
-    """Of a parity check that came to its end."""
+def verdict(passed: bool, failed: str = "") -> Parity:
+    """Of a parity check that came to its end; where it did not pass, the name of the comparison that failed."""
     return Parity(
         passed=passed,
         tolerance=1e-3,
@@ -368,6 +379,7 @@ def verdict(passed: bool) -> Parity:
         sequence_length=None,
         changes_numerics=False,
         failures=() if passed else ("the gradients of blocks.0 differ by 40 %",),
+        checks=() if passed or not failed else (ParityCheck(name=failed, difference=0.4, allowed=0.1),),
     )
 
 

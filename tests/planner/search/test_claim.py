@@ -81,7 +81,13 @@ class Simulated(Session):
         self.random = np.random.default_rng(seed)
         self.spread, self.gain, self.within = spread, gain, within
         self.store: Any = SimpleNamespace(
-            trials=(), spent_s=0.0, claims=(), ledger=(), parity_of=lambda config: verdict(True), add=self._add
+            trials=(),
+            spent_s=0.0,
+            claims=(),
+            ledger=(),
+            parities={},
+            parity_of=lambda config: verdict(True),
+            add=self._add,
         )
         self.options: Any = SimpleNamespace(
             seed=seed, allows=lambda config: True, wanted=None, max_trials=0, max_device_hours=None

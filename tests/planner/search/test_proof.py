@@ -23,6 +23,7 @@ from autoplan.planner.search.objective import DROP_LEVEL, drop_level
 from autoplan.planner.search.plan_maker import PLAIN_PARITY
 from autoplan.planner.search.references import hand_setting
 from autoplan.planner.search.selection import collect_runs, measured_spread, rank
+from autoplan.planner.search.session import is_checked_alike
 from autoplan.planner.trials.runner import TrialOrder
 from autoplan.report import facts
 from autoplan.strategies.config import TrainingConfig
@@ -35,6 +36,7 @@ from tests.planner.search.stand_in import (
     World,
     searches,
     usual_s,
+    verdict,
 )
 
 __all__ = ["searches"]
@@ -345,6 +347,48 @@ def test_a_leader_that_fails_its_check_gives_way_and_nothing_is_dropped_for_it(s
     after = [order for order in looks if order.number > orders_of(world, wrong)[0]]
     bars = [math.exp(order.to_beat.log_s) for order in after if order.to_beat is not None]
     assert all(bar > 0.1 for bar in bars[1:]), "the one that failed is no leader"
+
+
+SAME = {"optimizer_step": "own", "allocator": "own", "threads": None}
+
+
+def test_what_fails_its_check_before_the_optimizer_steps_takes_those_with_it_whose_check_is_the_same(
+    searches: Searches,
+):
+    """Else one after the other is looked at and checked, and all of them fail."""
+
+    def seconds(config: TrainingConfig) -> float:
+        return usual_s(config) / (3 if config.precision == "bf16" else 1)
+
+    failed = "gradients, step 1"
+    world = World(seconds=seconds, predicted=seconds, passes=lambda config: config.precision != "bf16", failed=failed)
+    plan = plan_of(searches.search(world))
+    wrong = [config for config in world.checked if config.precision == "bf16"]
+    kinds = {
+        config.model_copy(update={"micro_batch": min(config.micro_batch, 2), "optimizer_step": "own"})
+        for config in wrong
+    }
+    assert plan.config.precision != "bf16" and len(wrong) == len(kinds), "each kind once"
+    looked_at = [order.config for order in world.orders if order.purpose == "search"]
+    after = looked_at[looked_at.index(wrong[0]) + 1 :]
+    assert not [config for config in after if is_checked_alike(config, wrong[0], verdict(False, failed))]
+
+
+def test_which_checks_are_the_same() -> None:
+    failed = TrainingConfig(micro_batch=8, precision="bf16", optimizer_step="fused")
+    others = {
+        "micro_batch": failed.model_copy(update={"micro_batch": 32}),
+        "allocator": failed.model_copy(update={"allocator": "keep"}),
+        "optimizer": failed.model_copy(update={"optimizer_step": "own"}),
+        "compile": failed.model_copy(update={"compile": "block"}),
+        "one sample": failed.model_copy(update={"micro_batch": 1}),
+    }
+
+    def alike(name: str) -> list[str]:
+        return [what for what, config in others.items() if is_checked_alike(config, failed, verdict(False, name))]
+
+    assert alike("gradients, dropout on, in fp32") == ["micro_batch", "allocator", "optimizer"]
+    assert alike("change of the parameters") == ["micro_batch", "allocator"]
 
 
 def orders_of(world: World, config: TrainingConfig) -> list[int]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autoplan.errors import ConfigError, WorkloadError
 from autoplan.processes import Task
@@ -14,7 +15,7 @@ from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.inspect import build_on_meta, inspect_workload, read_inspection, run_inspect_rank
 from autoplan.strategies.prepare import STRATEGIES, prepare
-from autoplan.strategies.techniques import allocator, compilation
+from autoplan.strategies.techniques import allocator, checkpointing, compilation
 from autoplan.strategies.techniques.allocator import AllocatorStrategy
 from autoplan.strategies.techniques.deferred_logits import DeferredLoss
 from autoplan.strategies.techniques.degrees import reason_against as reason_against_degrees
@@ -156,6 +157,43 @@ def test_selective_recomputes_everything_but_matmuls():
         counts[value] = (count.matmuls, count.others)
     assert counts["selective"][0] == counts["none"][0] < counts["full"][0]
     assert counts["none"][1] < counts["selective"][1] == counts["full"][1]
+
+
+@torch.library.custom_op("autoplan_tests::noisy", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def noisy(x: torch.Tensor, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As a GPU's fused attention does, it draws dropout inside."""
+    mask = (torch.rand_like(x) >= dropout_p).to(x.dtype) if dropout_p else torch.ones_like(x)
+    return x * mask, mask
+
+
+noisy.register_autograd(
+    lambda context, gradient, _: (gradient * context.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+class DropsTwice(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate, self.weight = rate, nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(noisy(x * self.weight, self.rate)[0] * self.weight, 0.5)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_attention_that_draws_dropout_is_computed_again_by_the_selective_policy(rate, monkeypatch):
+    """What is kept draws nothing in the recomputation, and the dropout after it would have another mask."""
+    operation = torch.ops.autoplan_tests.noisy.default
+    monkeypatch.setattr(checkpointing, "kept_operations", lambda: frozenset({operation}))
+    plain, block = DropsTwice(rate), DropsTwice(rate)
+    for module in (plain, checkpointing.wrap(block, selective=True, compiled=False)):
+        torch.manual_seed(3)
+        module(torch.ones(8, 64, requires_grad=True)).sum().backward()
+    assert torch.equal(plain.weight.grad, block.weight.grad)
+    policy = checkpointing._policy(None, operation, torch.ones(1), rate)
+    assert (policy is CheckpointPolicy.MUST_SAVE) == (rate == 0), "what draws nothing is kept"
+    assert checkpointing._policy(None, operation, torch.ones(1), dropout_p=rate) is policy
 
 
 @pytest.mark.parametrize("value", ["full", "selective"])
