@@ -33,6 +33,7 @@ from autoplan.planner.search.next_work import EndedBy, Work
 from autoplan.planner.search.objective import best_trial, contenders
 from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
+from autoplan.planner.search.references import plain_configs
 from autoplan.planner.search.selection import (
     CandidateRuns,
     collect_runs,
@@ -47,7 +48,7 @@ from autoplan.planner.store.store import Store
 from autoplan.planner.trials.measure import Spread
 from autoplan.planner.trials.runner import TrialLimits, TrialOrder, TrialRunner, make_attempt, with_first_loss_compared
 from autoplan.processes import Ended, ProcessReport, Progress, Zygote
-from autoplan.strategies.config import PLAIN, TrainingConfig
+from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
     from autoplan.planner.search.sampler import MovingSampler
@@ -168,7 +169,7 @@ class Session:
         if base is not None and base.step_time_s is not None:
             step_s, optimizer_s = base.step_time_s.median, base.parts_s.get("optimizer_step", 0.0)
         else:
-            step_s, optimizer_s = self.predict(PLAIN).step_time_s, 0.0
+            step_s, optimizer_s = self.predict(plain_configs(self)[0]).step_time_s, 0.0
         return ModelCost(
             sequence_length=spec.sequence_length,
             parameters=profile.trainable,

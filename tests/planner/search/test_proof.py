@@ -302,6 +302,22 @@ def test_disturbed_rounds_leave_the_leader_without_a_claim(searches: Searches):
     assert plan.speedup.low <= 1.0 <= plan.speedup.high
 
 
+def test_what_a_check_takes_is_predicted_by_the_plain_run_and_not_by_a_micro_batch_that_the_training_cannot_have(
+    searches: Searches,
+):
+    """With BatchNorm the micro-batch is fixed; of single samples a step is bound by launches, and takes 100 times."""
+
+    def seconds(config: TrainingConfig) -> float:
+        return 0.1 if config.micro_batch == 16 else 10.0
+
+    candidates = [config for config in CANDIDATES if config.micro_batch == 16]
+    run = searches.open(World(seconds=seconds, predicted=seconds, candidates=candidates))
+    with run.store:
+        assert run.session is not None
+        assert run.session.parity_cost.sample_s == pytest.approx(0.1 / 16)
+    plan_of(searches.search(World(seconds=seconds, predicted=seconds, candidates=candidates), budget=60.0))
+
+
 # A leader that fails.
 
 
