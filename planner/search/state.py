@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from autoplan.planner.search.session import Session
 
 MOST_LOOKS = 200
-"""So many of the best-scored candidates are priced one by one; of thousands, the rest is never next."""
+"""So many of the best-scored candidates are priced one by one, and of those that are not compiled; of thousands, the
+rest is never next."""
 
 NEAR_THE_FRONT = 12
 """So many of the next candidates have their variants traced together."""
@@ -146,7 +147,10 @@ def looks_of(
     """
     now = model.assess()
     gain, wanted = next_looks(now)
-    for index in ordered(now, gain, wanted & (now.cost_s <= left_s))[:MOST_LOOKS]:
+    ranked = ordered(now, gain, wanted & (now.cost_s <= left_s))
+    eager = [index for index in ranked if model.candidates[index].compile == "off"]
+    front = {*ranked[:MOST_LOOKS], *eager[:MOST_LOOKS]}  # near the end there may be time to prove those alone
+    for index in filter(front.__contains__, ranked):
         config = model.candidates[index]
         needed_s, checked_s = needs_s(config, float(now.cost_s[index]))
         yield Option(

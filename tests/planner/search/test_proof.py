@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -316,6 +317,29 @@ def test_what_a_check_takes_is_predicted_by_the_plain_run_and_not_by_a_micro_bat
         assert run.session is not None
         assert run.session.parity_cost.sample_s == pytest.approx(0.1 / 16)
     plan_of(searches.search(World(seconds=seconds, predicted=seconds, candidates=candidates), budget=60.0))
+
+
+def test_many_that_are_compiled_and_cannot_be_proved_in_time_hide_none_that_can(searches: Searches):
+    """A small GPT on an H100: hundreds of compiled ones were expected to gain most, and the search ended at once."""
+    knobs = {
+        "micro_batch": (1, 2, 4, 8, 16),
+        "precision": ("fp32", "bf16"),
+        "checkpointing": ("none", "full", "every_2", "every_3", "every_4"),
+        "optimizer_step": ("own", "foreach", "fused"),
+        "compile": ("block", "model"),
+    }
+    compiled = [
+        TrainingConfig.model_validate(dict(zip(knobs, values, strict=True))) for values in product(*knobs.values())
+    ]
+    faster = PLAIN.model_copy(update={"optimizer_step": "fused"})
+
+    def seconds(config: TrainingConfig) -> float:
+        return 0.1 / (30.0 if config.compile != "off" else 1.06 if config == faster else 1.0)
+
+    assert len(compiled) > search_state.MOST_LOOKS
+    world = World(seconds=seconds, candidates=[PLAIN, faster, *compiled], compile_s=60.0)
+    found = searches.search(world, budget=40.0)
+    assert plan_of(found).config == faster
 
 
 # A leader that fails.
