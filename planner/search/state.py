@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -274,8 +273,10 @@ def find_leader(session: Session) -> CandidateRuns | None:
     """The best so far, by all runs that the choice may rest on; None: nothing that may be the plan has run.
 
     Of those within PROOF_WORTH of the fastest, the first whose proof fits in the time that is left: its parity check
-    and its claim; else its check. From the first round of a claim on its configuration leads: what is known of the
-    spread changes with each round, and another would have no time for a claim of its own.
+    and its claim; else its check. Of these one that has passed its check leads before one that is faster by less than
+    two runs of one configuration differ: the other's check would take the time of looks. From the first round of a
+    claim on its configuration leads: what is known of the spread changes with each round, and another would have no
+    time for a claim of its own.
     """
     best_first = session.ranked(session.eligible)
     if not best_first:
@@ -284,9 +285,15 @@ def find_leader(session: Session) -> CandidateRuns | None:
     first = best_first[0]
     if claimed is not None or first.config == session.plain_config or session.objective.name != "throughput":
         return claimed or first
-    longest_s = at_plain_pace_s(session, first) * (1 + PROOF_WORTH)
-    near = (one for one in best_first if one.config != session.plain_config)
-    return max((one for one in near if at_plain_pace_s(session, one) <= longest_s), key=partial(_provable, session))
+    first_s, untold = at_plain_pace_s(session, first), min(PROOF_WORTH, math.sqrt(2) * session.run_spread.sd)
+    near = [one for one in best_first if one.config != session.plain_config]
+    near = [one for one in near if at_plain_pace_s(session, one) <= first_s * (1 + PROOF_WORTH)]
+
+    def worth(one: CandidateRuns) -> tuple[int, bool]:
+        is_checked = session.store.parity_of(one.config) is not None  # what failed is not among them
+        return _provable(session, one), is_checked and at_plain_pace_s(session, one) <= first_s * (1 + untold)
+
+    return max(near, key=worth)
 
 
 def _provable(session: Session, runs: CandidateRuns) -> int:

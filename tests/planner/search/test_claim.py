@@ -436,6 +436,21 @@ def test_of_two_that_are_about_as_fast_the_one_leads_that_can_still_be_proved(
     assert leads(session) == OTHERS[2], "what is faster by more is not given up for a proof"
 
 
+def test_one_that_has_passed_its_check_leads_before_one_that_single_looks_do_not_tell_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A GPT-2 on two cores: the fastest of all was checked, and a look in a fast minute took the plan from it."""
+    monkeypatch.setattr(state, "check_s", lambda session, config: 0.0)
+    session = Simulated(5, 0.03)
+    session.store.parity_of = lambda config: verdict(True) if config in (BASE, OTHERS[0]) else None
+    session.keep(a_trial(0, "baseline", BASE, 1.5))
+    session.keep(a_trial(1, "search", OTHERS[0], 1.0))
+    session.keep(a_trial(2, "search", OTHERS[1], 0.98))
+    assert leads(session) == OTHERS[0]
+    session.keep(a_trial(3, "search", OTHERS[2], 0.94))
+    assert leads(session) == OTHERS[2], "what is faster by more than that is not given up for a check"
+
+
 def test_of_single_looks_the_one_that_all_trials_speak_for_leads():
     looks = [a_trial(0, "search", OTHERS[0], 1.0), a_trial(1, "search", OTHERS[1], 1.05)]
     lucky, sound = (replace(one, believed_s=s) for one, s in zip(collect_runs(looks), (1.2, 1.1), strict=True))
