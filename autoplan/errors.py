@@ -30,7 +30,7 @@ import re
 KEYWORDS = {
     **{
         name.replace("_", "-"): name
-        for name in ("budget", "max_trials", "max_device_hours", "fix", "bound", "device", "memory_limit")
+        for name in ("budget", "max_trials", "max_device_hours", "fix", "bound", "baseline", "device", "memory_limit")
     },
     **{name.replace("_", "-"): name for name in ("nproc", "sampler", "out", "store", "fresh", "dry_run", "seed")},
     **{
@@ -48,7 +48,7 @@ KEYWORDS = {
 _COMMAND = r"(?:autoplan \w+|python -m [\w.]+|torchrun)(?: --[\w-]+(?:[ =](?![-(])[^\s,;:)]*[^\s,;:).])?)+"
 _VALUE = (
     r"'[^']*'|[\w./-]+\.py:\w+|\w+=[^\s;)]*[^\s;:),.]|\d+(?:\.\d+)?[\w%]*|"
-    r"gpt2\b|cuda\b|cpu\b|lossy\b|memory\b|DIR\b|N\b"
+    r"gpt2\b|cuda\b|cpu\b|lossy\b|memory\b|plain\b|DIR\b|N\b"
 )
 _OPTION = re.compile(rf"(?P<command>{_COMMAND})|--(?P<flag>{'|'.join(KEYWORDS)})(?![\w-])(?:[ =](?P<value>{_VALUE}))?")
 
@@ -66,7 +66,7 @@ def as_keywords(text: str) -> str:
         name, value = KEYWORDS[found["flag"]], found["value"]
         if value is None:
             return name
-        if name in ("fix", "bound"):
+        if name in ("fix", "bound") or (name == "baseline" and "=" in value):
             knob, _, setting = value.partition("=")
             bare = setting.isdecimal() or setting.isupper()
             return f"{name}={{{_quoted(knob)}: {setting if bare else _quoted(setting)}}}"

@@ -177,6 +177,7 @@ def inspect_workload(
             "name": workload.name,
             "notes": workload.notes,
             "taken_from": workload.taken_from,
+            "own_setting": workload.own_setting,
             "find_unused_parameters": workload.find_unused_parameters,
             **counting,
             **_what_is_hashed(spec, workload, data),

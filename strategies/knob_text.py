@@ -18,15 +18,15 @@ _EXCLUDED = {"compile": "anything compiled", "dp_shard": "FSDP2", "tp": "tensor 
 """The names that the table gives to knobs that others exclude."""
 
 
-def parse_knob(text: str) -> tuple[str, Any]:
-    """Reads `knob=value` as the command line gives it.
+def parse_knob(text: str, option: str = "fix") -> tuple[str, Any]:
+    """Reads `knob=value` as an option of the command line gives it.
 
     Raises:
         ConfigError: no `=`, an unknown knob, or a value the knob does not take.
     """
     knob, separator, value = text.partition("=")
     if not separator:
-        raise ConfigError(f"{text!r} is not of the form knob=value", hint="For example: --fix precision=bf16")
+        raise ConfigError(f"{text!r} is not of the form knob=value", hint=f"For example: --{option} precision=bf16")
     knob = knob.strip().replace("-", "_")
     return knob, check_knob(knob, value.strip())
 

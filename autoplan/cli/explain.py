@@ -36,7 +36,7 @@ def explain_command(
         bool,
         typer.Option(
             "--staircase",
-            help="What each technique gives: measured a step at a time from the plain run to the plan, and kept beside "
+            help="What each technique gives: measured a step at a time from the baseline to the plan, and kept beside "
             "the plan. The options below go with it.",
         ),
     ] = False,

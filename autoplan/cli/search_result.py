@@ -58,14 +58,16 @@ def next_step(plan: Plan, path: str) -> str:
         plan: The plan.
         path: Its file, as a shell takes it.
     """
+    from autoplan.planner.records.baseline import is_plain_run, run_words
     from autoplan.report import facts
 
-    if facts.is_plain(plan) and facts.reference_words(plan, "") == "":
-        return "nothing to apply: the plan is the plain run"
+    own = plan.workload.own_setting
+    if facts.is_baseline(plan) and (plan.has_own_baseline or (own is None and is_plain_run(plan.config))):
+        return f"nothing to apply: the plan is {run_words(plan.config, own)}"
     if plan.workload.kind not in ("function", "object"):
         return f"autoplan export {path} --to pytorch; or plan.prepare() in your script"
-    own = "plan.apply_to(...)" if plan.workload.taken_from else "plan.prepare()"
-    return f"{own} in your script, then autoplan run {path} SCRIPT; or autoplan export {path}"
+    call = "plan.apply_to(...)" if plan.workload.taken_from else "plan.prepare()"
+    return f"{call} in your script, then autoplan run {path} SCRIPT; or autoplan export {path}"
 
 
 def command_with(budget: str) -> str:
@@ -95,7 +97,7 @@ def show_dry_run(result: SearchResult) -> None:
 
 def search_document(result: SearchResult) -> dict[str, Any]:
     """The one document of `--json`: the result, each trial with its peak as one figure; intervals are {median, low,
-    high, samples}.
+    high, samples}. Whether the baseline is your own setting is said beside it.
     """
     from autoplan.report.pareto import pareto_document
 
@@ -107,6 +109,7 @@ def search_document(result: SearchResult) -> dict[str, Any]:
     return result.model_dump(mode="json", exclude={"schema_version"}) | {
         "exit_code": ends.exit_code(result.exit_code),
         "baseline": document(result.baseline),
+        "baseline_is_your_setting": result.plan is not None and result.plan.has_own_baseline,
         "best": document(result.best),
         "trials": [document(trial) for trial in result.trials],
         "pareto": [] if result.plan is None else pareto_document(result.plan),

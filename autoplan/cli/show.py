@@ -20,7 +20,7 @@ def show_command(
 ) -> None:
     """Show a plan.
 
-    Its speed and memory beside the plain run's, each choice with its reason, what was ruled out, and the next best.
+    Its speed and memory beside the baseline's, each choice with its reason, what was ruled out, and the next best.
     """
     from autoplan.api import found_elsewhere
 

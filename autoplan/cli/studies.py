@@ -174,7 +174,7 @@ def _result(study: Study) -> str:
     if study.speedup is None:
         return study.status.replace("_", " ") + ("; the same command goes on" if study.status == "stopped" else "")
     median, low, high = (study.speedup[key] for key in ("median", "low", "high"))
-    return "no gain: the plan is the plain run" if median == 1 else f"{median:.2f} times ({low:.2f} to {high:.2f})"
+    return "no gain: the plan is the baseline" if median == 1 else f"{median:.2f} times ({low:.2f} to {high:.2f})"
 
 
 def _document(study: Study) -> dict[str, object]:

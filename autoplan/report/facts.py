@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.baseline import YOURS, is_plain_run, run_words
 from autoplan.planner.records.plan import Measurement
 from autoplan.planner.records.trials import Claim, Interval, LeftOutFamily, Outcome, Parity, Trial
 from autoplan.planner.search.options import Candidate
 from autoplan.planner.trials.measure import RUN_SPREAD
-from autoplan.report.pieces import ledger_end_s, minutes, run_words, time_words
+from autoplan.report.pieces import ledger_end_s, minutes, time_words
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_bytes, format_number, format_seconds
 
@@ -43,7 +44,7 @@ def seconds_with_interval(interval: Interval | None) -> str:
 
 
 def baseline(plan: Plan) -> Measurement | Trial:
-    """The plain run as it was measured beside the plan, where it was; else its one trial at the start.
+    """The baseline as it was measured beside the plan, where it was; else its one trial at the start.
 
     The speed-up is computed from the runs side by side, so the table shows those.
     """
@@ -67,7 +68,7 @@ def baseline_mfu(plan: Plan) -> float | None:
 
 def headline(plan: Plan) -> str:
     """How much faster the plan is than the baseline, what that rests on, and a bound against the hand setting."""
-    if is_plain(plan):
+    if is_baseline(plan):
         return no_gain_words(plan)
     parts = "; step times put together from parts of a step" if plan.measurement.method == "parts" else ""
     return _against_baseline(plan) + parts + _claim_basis(plan.claim) + _against_hand(plan)
@@ -75,9 +76,10 @@ def headline(plan: Plan) -> str:
 
 def headline_clause(plan: Plan) -> str:
     """The headline for a screen of few lines: how step times were made and how runs differ is left to `headline`."""
-    if is_plain(plan):
+    if is_baseline(plan):
         return no_gain_words(plan)
     text = _against_baseline(plan).replace(" the speed of the plain baseline", " the plain run")
+    text = text.replace(f" the speed of {YOURS}", f" {YOURS}")
     return text + _claim_basis(plan.claim).partition(", runs differ")[0] + _against_hand(plan).partition(" (")[0]
 
 
@@ -87,8 +89,8 @@ def plan_line(plan: Plan) -> str:
     return f"{state}plan of {plan.workload.name} ({plan.device}): {headline_clause(plan)}: {plan.config.describe()}"
 
 
-def is_plain(plan: Plan) -> bool:
-    """Whether the plan is the plain run: nothing faster was found, or proved."""
+def is_baseline(plan: Plan) -> bool:
+    """Whether the plan is the baseline: nothing faster was found, or proved."""
     return plan.config == plan.baseline.config
 
 
@@ -102,13 +104,21 @@ def no_gain_words(plan: Plan) -> str:
 
 
 def reference_words(plan: Plan, plain: str = "the plain baseline") -> str:
-    """The run that the plan is compared with: the plain run, or the one that replaces it if it does not fit."""
-    words = run_words(plan.baseline.config, plain)
-    return words if words == plain else f"{words} (the plain run does not fit)"
+    """The run that the plan is compared with: your setting with its knobs, the plain run, or what replaces either."""
+    config, own = plan.baseline.config, plan.workload.own_setting
+    words = run_words(config, own, plain, whole=True)
+    if own is None and not is_plain_run(config):
+        return f"{words} (the plain run does not fit)"
+    return words if own is None or plan.has_own_baseline else f"{words} ({YOURS} does not run here)"
+
+
+def baseline_name(plan: Plan) -> str:
+    """What the baseline is called in a table or a drawing: `yours`, or `plain`."""
+    return "yours" if plan.has_own_baseline else "plain"
 
 
 def may_go_on(plan: Plan) -> bool:
-    """Whether a larger budget may change a plan that is the plain run."""
+    """Whether a larger budget may change a plan that is the baseline."""
     if plan.objective.name == "memory" or any(trial.purpose == "claim" for trial in plan.evidence):
         return True
     return plan.untried is not None and plan.untried.tried_next is not False
@@ -124,7 +134,9 @@ def _against_hand(plan: Plan) -> str:
     """The bound that the looks give: `at least 1.6 times the hand setting (...)`; it has no rounds of its own."""
     hand = plan.hand
     if hand is None:
-        return "" if plan.claim is None else "; the hand setting was not looked at, and nothing is claimed against it"
+        if plan.claim is None or plan.has_own_baseline:
+            return ""
+        return "; the hand setting was not looked at, and nothing is claimed against it"
     if hand.config == plan.baseline.config:
         return "; the baseline is the hand setting too"
     what, bound = f"the hand setting ({hand.config.describe()})", hand.speedup
@@ -162,7 +174,7 @@ def comparison(plan: Plan) -> Rows:
         ("MFU", percent(baseline_mfu(plan)), percent(best.mfu)),
         ("timed by", method_words(base.method), method_words(best.method)),
     ]
-    return Rows(("", "baseline (plain)", "plan"), rows)
+    return Rows(("", f"baseline ({baseline_name(plan)})", "plan"), rows)
 
 
 def method_words(method: str | None) -> str:
@@ -336,14 +348,14 @@ def measured_words(plan: Plan) -> str:
     base, best, unit = baseline(plan), plan.measurement, plan.workload.unit
     text = f"{format_number(best.tokens_per_s.median)} {unit}/s, a step in {format_seconds(best.step_time_s.median)}"
     text += f", {format_bytes(best.peak_memory_bytes)} of memory"
-    if is_plain(plan) or base.tokens_per_s is None or base.step_time_s is None:
+    if is_baseline(plan) or base.tokens_per_s is None or base.step_time_s is None:
         return text
-    plain = f"{format_number(base.tokens_per_s.median)} {unit}/s, {format_seconds(base.step_time_s.median)}"
-    return f"{text}; plain: {plain}, {format_bytes(base.peak_memory_bytes)}"
+    before = f"{format_number(base.tokens_per_s.median)} {unit}/s, {format_seconds(base.step_time_s.median)}"
+    return f"{text}; {baseline_name(plan)}: {before}, {format_bytes(base.peak_memory_bytes)}"
 
 
 def changed_words(plan: Plan) -> str | None:
-    """The knobs that differ from the plain run: `precision=bf16 (fp32), compile=block (off)`; None: none does."""
+    """The knobs that differ from the baseline: `precision=bf16 (fp32), compile=block (off)`; None: none does."""
     ours, plain = plan.config.model_dump(), plan.baseline.config.model_dump()
     changed = [f"{k}={value_words(v)} ({value_words(plain[k])})" for k, v in ours.items() if v != plain[k]]
     return ", ".join(changed) or None
@@ -364,7 +376,7 @@ def untried_words(plan: Plan) -> str | None:
 
 def about(plan: Plan) -> list[tuple[str, str]]:
     """The objective, the workload, and where the time went: topic and text of each line."""
-    objective, time = objective_words(plan), time_words(plan.ledger)
+    objective, time = objective_words(plan), time_words(plan.ledger, plan.workload.own_setting)
     lines = [] if objective is None else [("objective", objective)]
     lines += workload_notes(plan.workload)
     return lines if time is None else [*lines, ("time", time)]
@@ -385,7 +397,7 @@ def parity_words(parity: Parity) -> str:
     if not parity.finished:
         return f"NOT FINISHED; {parity.note}"
     if parity.passed and not parity.global_batch and not parity.checks:
-        return parity.note  # of the plain run, with which a check compares
+        return parity.note  # of a plan that needs no check
     changed = "changes the numerics within tolerance" if parity.changes_numerics else "the same numerics"
     verdict = f"passed, {changed}" if parity.passed else "FAILED"
     note = f"; {parity.note.rstrip('.')}" if parity.note else ""

@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.baseline import run_words
 from autoplan.planner.records.trials import Outcome
 from autoplan.planner.verify.stairs import Staircase
 from autoplan.report import facts, staircase
@@ -88,7 +89,7 @@ ENDS = ("", "_low", "_high")
 
 def render_page(plan: Plan, stairs: Staircase | None = None) -> str:
     """The whole page; `stairs` is the staircase of the plan, where it was measured."""
-    colours = "Green: the plan; blue: plain; brown: by hand."
+    colours = f"Green: the plan; blue: {facts.baseline_name(plan)}; brown: by hand."
     curve = f"Each dot is a trial; the line is the fastest so far. Time is that spent in trials. {colours}"
     points = f"Each dot is a configuration, by the number of its first trial. Up is faster, left is smaller. {colours}"
     sections = [
@@ -168,8 +169,9 @@ def render_part(plan: Plan) -> str:
 
 def _figures(plan: Plan) -> str:
     measured = plan.measurement
+    before = run_words(plan.baseline.config, plan.workload.own_setting, "the plain fp32 run")
     figures = [
-        ("no gain" if facts.is_plain(plan) else f"{plan.speedup.median:.2f} x", "over the plain fp32 run"),
+        ("no gain" if facts.is_baseline(plan) else f"{plan.speedup.median:.2f} x", f"over {before}"),
         (format_number(measured.tokens_per_s.median), f"{plan.workload.unit}/s"),
         (format_seconds(measured.step_time_s.median), "an optimizer step"),
         (format_bytes(measured.peak_memory_bytes), "at the peak"),
@@ -220,8 +222,8 @@ def _bars(title: str, bars: Sequence[tuple[str, str, float, str]]) -> str:
 
 
 def _before_and_after(plan: Plan) -> str:
-    """The plain run, the hand setting and the plan: their speed, then their memory."""
-    named = [("plain", "plain", facts.baseline(plan)), ("plan", "best", plan.measurement)]
+    """The baseline, the hand setting and the plan: their speed, then their memory."""
+    named = [(facts.baseline_name(plan), "plain", facts.baseline(plan)), ("plan", "best", plan.measurement)]
     if plan.hand is not None and plan.hand.config not in (plan.config, plan.baseline.config):
         named.insert(1, ("by hand", "hand", plan.hand.measurement))
     unit = f"{plan.workload.unit}/s"
@@ -244,7 +246,7 @@ def _staircase(found: Staircase) -> str:
     bars[-1] = (name, words, height, "best")
     items = "".join(f"<li>{escape(line)}</li>" for line in staircase.remarks(found))
     return (
-        _bars("From the plain run to the plan, a step at a time", bars)
+        _bars(staircase.title(found), bars)
         + f'<p class="soft">{escape(staircase.headline(found))}. {escape(staircase.LEGEND)}.</p>\n'
         + _section("Each technique alone, and the plan without it", staircase.part_rows(found))
         + f"<ul>{items}</ul>"

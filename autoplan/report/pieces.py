@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from autoplan.planner.records.baseline import YOURS, run_words
 from autoplan.planner.records.trials import Trial, WorkLine, seconds_of
 from autoplan.strategies.config import TrainingConfig
 from autoplan.units import format_number, format_seconds
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from autoplan.planner.search.next_work import Work
 
 WORK = {
-    "baseline": "the plain run, ",
     "probe": "probing this machine",
     "trace": "tracing the model for ",
     "look": "a look at ",
@@ -26,37 +26,35 @@ WORK = {
 """Kinds of work, in words that go on with the configuration."""
 
 
-def work_words(work: Work) -> str:
-    """`a look at micro_batch=2 (expected gain 4.1 %, about 23 s), because ...`."""
+def work_words(work: Work, own: TrainingConfig | None = None) -> str:
+    """`a look at micro_batch=2 (expected gain 4.1 %, about 23 s), because ...`; `own` is the user's setting."""
     whose = "" if work.config is None else work.config.describe()
-    what = WORK.get(work.kind, f"{work.kind} ") + (whose or ("what the sampler draws" if work.kind == "look" else ""))
+    named = WORK.get(work.kind, f"{work.kind} ")
+    if work.kind == "baseline" and work.config is not None:
+        named = f"{run_words(work.config, own)}, "
+    what = named + (whose or ("what the sampler draws" if work.kind == "look" else ""))
     gains = work.kind in ("look", "pair") and bool(whose)  # what other pieces count as gaining makes no plan faster
     gain = f"expected gain {math.expm1(work.gain) * 100:.1f} %, " if gains else ""
     cost = f"about {format_seconds(work.cost_s)}" if work.cost_s else "it was measured"
     return f"{what.rstrip(', ')} ({gain}{cost}), because {work.why}"
 
 
-def best_words(best: Trial | None, plain: Trial | None, unit: str) -> str:
+def best_words(best: Trial | None, plain: Trial | None, unit: str, own: TrainingConfig | None = None) -> str:
     """`best so far 195 tokens/s, 2.11 times the plain run`, by the looks."""
     if best is None or best.tokens_per_s is None:
         return "nothing measured yet"
     text = f"best so far {format_number(best.tokens_per_s.median)} {unit}/s"
     if plain is None or plain.tokens_per_s is None:
         return text
-    whose = run_words(plain.config, "the plain run")
+    whose = run_words(plain.config, own)
     if plain.config == best.config:
         return f"{text}, {whose}"
     return f"{text}, {best.tokens_per_s.median / plain.tokens_per_s.median:.2f} times {whose}"
 
 
-def run_words(config: TrainingConfig, plain: str) -> str:
-    """`the run with checkpointing=full`, which stands for the plain run where that does not fit; `plain`: that run."""
-    knobs = [f"{knob}={value}" for knob, value in config.knobs_off_default().items() if knob != "micro_batch"]
-    return f"the run with {' '.join(knobs)}" if knobs else plain
-
-
 PIECES = {
     "baseline": ("plain run", "{} plain runs"),
+    YOURS: (YOURS, f"{{}} runs of {YOURS}"),
     "probe": ("probes", "probes"),
     "trace": ("trace", "{} traces"),
     "look": ("1 look", "{} looks"),
@@ -67,15 +65,21 @@ PIECES = {
 """Kinds of work in a ledger, as one piece and as several."""
 
 
-def time_words(ledger: Sequence[WorkLine]) -> str | None:
-    """`setup 15 s, plain run 47 s, 9 looks 235 s`: where the time went, by kind of work; None: no ledger was kept."""
+def time_words(ledger: Sequence[WorkLine], own: TrainingConfig | None = None) -> str | None:
+    """`setup 15 s, plain run 47 s, 9 looks 235 s`: where the time went, by kind of work; None: no ledger was kept.
+
+    Args:
+        ledger: Of a search.
+        own: The setting that the training had, which then is the baseline; None: it is not known.
+    """
     if not ledger:
         return None
     spent: dict[str, list[float]] = {}
     if ledger[0].kind != "setup":
         spent["setup"] = [ledger[0].began_s]
     for line, seconds_spent in seconds_of(ledger):
-        spent.setdefault(line.kind, []).append(seconds_spent)
+        kind = YOURS if line.kind == "baseline" and line.config is not None and line.config == own else line.kind
+        spent.setdefault(kind, []).append(seconds_spent)
     words = []
     for kind, seconds in spent.items():
         one, many = PIECES.get(kind, (kind, kind))

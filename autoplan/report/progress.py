@@ -56,6 +56,7 @@ class PlainProgress(SearchObserver):
         self.console = console
         self.unit = unit
         self.baseline: Trial | None = None
+        self.own: TrainingConfig | None = None
         self.work: Work | None = None
         self._trial = ""
         self._phase = ""
@@ -86,7 +87,7 @@ class PlainProgress(SearchObserver):
         self.say(f"hardware: {names}; a trial may take {format_bytes(memory_limit_bytes)}")
 
     def on_workload(self, spec: WorkloadSpec) -> None:
-        self.unit = spec.unit
+        self.unit, self.own = spec.unit, spec.own_setting
         if spec.kind == "function":  # what it decides itself could not be said before it was called
             self.say(f"workload: {facts.workload_line(spec)}")
         for topic, text in facts.workload_notes(spec):
@@ -103,8 +104,8 @@ class PlainProgress(SearchObserver):
 
     def on_work(self, work: Work, best: Trial | None, budget: BudgetState) -> None:
         self.work = work
-        so_far = pieces.best_words(best, self.baseline, self.unit)
-        self.say(f"{format_clock(budget.left_s)} left, {so_far}; next: {pieces.work_words(work)}")
+        so_far = pieces.best_words(best, self.baseline, self.unit, self.own)
+        self.say(f"{format_clock(budget.left_s)} left, {so_far}; next: {pieces.work_words(work, self.own)}")
 
     def on_trial_started(
         self,
@@ -129,7 +130,7 @@ class PlainProgress(SearchObserver):
         self.say(f"trial {trial.number} ({trial.purpose}) {trial.config.describe()}: {self.ending(trial, best)}")
 
     def remember_baseline(self, trial: Trial) -> None:
-        """Keeps the plain run, which the best so far is compared with."""
+        """Keeps the baseline, which the best so far is compared with."""
         if trial.purpose == "baseline" and trial.outcome is Outcome.OK:
             self.baseline = trial
 
@@ -186,7 +187,7 @@ class LiveProgress(PlainProgress):
         if self.running:
             lines.append(Text(self.running, style="dim"))
         if self.best is not None:
-            text = pieces.best_words(self.best, self.baseline, self.unit)
+            text = pieces.best_words(self.best, self.baseline, self.unit, self.own)
             lines.append(Text(f"{text}: {self.best.config.describe()}", style="green"))
         return Group(*lines)
 
@@ -207,7 +208,7 @@ class LiveProgress(PlainProgress):
     def on_work(self, work: Work, best: Trial | None, budget: BudgetState) -> None:
         self.remember(budget)
         self.work, self.best = work, best
-        self.doing, self.running = pieces.work_words(work), ""
+        self.doing, self.running = pieces.work_words(work, self.own), ""
 
     def on_trial_started(
         self,

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from autoplan.planner.search.session import is_plain_run
+from autoplan.planner.records.baseline import is_plain_run, run_words
 from autoplan.planner.verify.stairs import Effect, Staircase, interactions, is_noise
 from autoplan.report import facts, terminal
 from autoplan.units import format_bytes, format_seconds
@@ -32,7 +32,14 @@ def headline(found: Staircase) -> str:
 
 def start_words(found: Staircase) -> str:
     """Where the staircase begins."""
-    return "the plain run" if is_plain_run(found.start) else found.start.describe()
+    if found.start != found.own_setting and not is_plain_run(found.start):
+        return found.start.describe()
+    return run_words(found.start, found.own_setting)
+
+
+def title(found: Staircase) -> str:
+    """Over its steps."""
+    return f"From {start_words(found)} to the plan, a step at a time"
 
 
 def sign(effect: Effect) -> str:
@@ -97,7 +104,7 @@ def remarks(found: Staircase) -> list[str]:
 def show_staircase(console: Console, found: Staircase) -> None:
     """The staircase for a person."""
     terminal.say(console, "staircase", headline(found))
-    terminal.show_table(console, step_rows(found), title="From the plain run to the plan, a step at a time")
+    terminal.show_table(console, step_rows(found), title=title(found))
     terminal.say(console, "signs", LEGEND)
     terminal.show_table(console, part_rows(found), title="Each technique alone, and the plan without it")
     for text in remarks(found):

@@ -12,6 +12,7 @@ from typing import Any
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.report.estimate import describe_option
+from autoplan.report.facts import baseline_name
 from autoplan.strategies.config import TrainingConfig
 from autoplan.units import format_bytes, format_number, format_seconds
 
@@ -79,7 +80,7 @@ def draw_tradeoff(plan: Plan) -> str:
     places = [(chart.x(memory), chart.y(rate)) for memory, rate, _ in points]
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in places]
     for (x, y), (_, _, trial) in zip(places, points, strict=True):
-        name = {"best": "plan", "plain": "plain", "hand": "by hand"}.get(kind_of(plan, trial))
+        name = {"best": "plan", "plain": baseline_name(plan), "hand": "by hand"}.get(kind_of(plan, trial))
         words = f"{trial.number}{f' {name}' if name else ''}"
         label_x, baseline, anchor = place_label(x, y, words, taken)
         parts.append(draw_text(label_x, baseline, words, anchor=anchor))

@@ -131,7 +131,7 @@ def show_summary(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
         "objective": facts.objective_words(plan),
         "measured": facts.measured_words(plan),
         "changed": facts.changed_words(plan),
-        "parity": None if facts.is_plain(plan) else facts.parity_words(plan.parity).partition(";")[0],
+        "parity": None if facts.is_baseline(plan) else facts.parity_words(plan.parity).partition(";")[0],
         "loader": facts.loading_words(plan),
         "not tried": facts.untried_clause(plan),
         "notes": plan.notes[0] + more_notes if plan.notes else None,
@@ -143,7 +143,7 @@ def show_summary(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
 
 def _say_headline(console: Console, plan: Plan, more: str, headline: str) -> None:
     """Prints the first line: the gain; if there is none, that and what to do."""
-    if not facts.is_plain(plan):
+    if not facts.is_baseline(plan):
         say(console, "speed-up", headline)
         return
     todo = f"go on with: {more}" if facts.may_go_on(plan) else "nothing is left that a longer search would try"

@@ -63,7 +63,7 @@ class Plan(PlanRecord):
         return repr(self)
 
     def _repr_html_(self) -> str:
-        """How a notebook shows it: the figures beside the plain run's, and the knobs with their reasons."""
+        """How a notebook shows it: the figures beside the baseline's, and the knobs with their reasons."""
         return str(_report("html").render_part(self))
 
     def sealed(self) -> Plan:

@@ -123,13 +123,16 @@ class PlanRecord(Record):
     )
     prediction: Prediction | None
     measurement: Measurement
-    baseline: Trial
+    baseline: Trial = Field(
+        description="what it is compared with: workload.own_setting where that ran, else the plain run"
+    )
     speedup: Interval = Field(description="tokens/s of the plan over the baseline's")
     claim: Claim | None = Field(
         default=None, description="whether that is a claim, and why not; None in plans of earlier versions"
     )
     hand: HandSetting | None = Field(
-        default=None, description="against a careful hand setting; None where it was not measured"
+        default=None,
+        description="against a careful hand setting; None where it was not measured, as beside own_setting",
     )
     alternatives: tuple[Alternative, ...]
     untried: Untried | None = Field(
@@ -170,6 +173,11 @@ class PlanRecord(Record):
         if isinstance(workload, dict) and "payload" in workload:
             raise ValueError("workload.payload: a plan from a file carries no objects, since loading them runs code")
         return document
+
+    @property
+    def has_own_baseline(self) -> bool:
+        """Whether it is compared with the setting that the training had; else with the plain run, or its stand-in."""
+        return self.baseline.config == self.workload.own_setting
 
     @property
     def edited(self) -> tuple[str, ...]:
@@ -339,6 +347,8 @@ def _figures(plan: PlanRecord) -> Iterator[str]:
 def _configs(plan: PlanRecord) -> Iterator[tuple[str, TrainingConfig]]:
     yield "config", plan.config
     yield "baseline.config", plan.baseline.config
+    if plan.workload.own_setting is not None:
+        yield "workload.own_setting", plan.workload.own_setting
     if plan.hand is not None:
         yield "hand.config", plan.hand.config
     for number, trial in enumerate(plan.evidence):

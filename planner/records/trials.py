@@ -291,7 +291,7 @@ class ClaimRounds(Record):
 
     number: int = Field(description="1 for the first claim of a search; a search that goes on may make another")
     config: TrainingConfig
-    reference: TrainingConfig = Field(description="the plain run")
+    reference: TrainingConfig = Field(description="the baseline")
     first_round: int
     rounds: int
     budget_s: float = Field(description="of the search when it began: with more, a new claim is made")

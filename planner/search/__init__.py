@@ -22,7 +22,7 @@ The candidates:
 
 The proof and the answer:
 
-- references.py: what a plan is compared with: the plain run and the hand setting;
+- references.py: what a plan is compared with: your setting or the plain run, and the hand setting;
 - selection.py: ranks the measured configurations; claim.py: how much faster the plan is, and whether that is claimed;
 - loading.py: the loader of the training, measured beside the plan's step;
 - plan_maker.py: makes the plan of the winner, with the reason for the value of each knob;

@@ -19,7 +19,7 @@ from autoplan.planner.search.candidate_model import find_untried
 from autoplan.planner.search.device_hours import alone_s
 from autoplan.planner.search.objective import best_trial
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
-from autoplan.planner.search.plan_maker import PLAIN_PARITY, UNCHECKED, make_plan
+from autoplan.planner.search.plan_maker import UNCHECKED, make_plan
 from autoplan.planner.search.references import what_would_fit
 from autoplan.planner.search.selection import is_late, without_void
 from autoplan.planner.search.session import Session, budget_of
@@ -181,13 +181,13 @@ def _beside(path: str | Path) -> Path:
 
 
 def _best_so_far(session: Session, why: str) -> Plan | None:
-    """The plan of the fastest that may still pass its proof; None: nothing may, or the plain run has not run."""
+    """The plan of the fastest that may still pass its proof; None: nothing may, or the baseline has not run."""
     plain, runs = session.baseline, [one for one in session.may_be_plan if not one.first.loss_differs]
     if plain is None or not runs:
         return None
     leader = session.ranked(runs)[0]
-    parity = PLAIN_PARITY if session.is_given(leader.config) else session.store.parity_of(leader.config)
-    return make_plan(session, leader, parity or UNCHECKED, plain, unverified=why)
+    parity = session.known_parity(leader.config) or UNCHECKED
+    return make_plan(session, leader, parity, plain, unverified=why)
 
 
 # Each end by its name.
@@ -343,11 +343,11 @@ def nothing_fits(run: SearchRun, context: SearchContext) -> SearchResult:
 
 
 def nothing_ran(run: SearchRun, ended_by: str) -> SearchResult:
-    """The plain run does not keep what was fixed or bounded, and no trial that does was good."""
+    """The baseline does not keep what was fixed or bounded, and no trial that does was good."""
     if run.did_not_run:
         return did_not_run(run, f"no configuration ran: {run.did_not_run[-1]}")
     failed = [trial for trial in run.store.trials if trial.outcome is not Outcome.OK]
-    alone = "before a trial that keeps what was fixed or bounded: the plain baseline alone ran"
+    alone = "before a trial that keeps what was fixed or bounded: the baseline alone ran"
     if ended_by == "max_trials":
         return run.finish(
             "no_feasible_plan", f"the trials ended {alone}", "Raise --max-trials by 2 or more.", ended_by=ended_by

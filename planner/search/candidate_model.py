@@ -95,7 +95,7 @@ class CandidateModel:
         cost: What trials cost in seconds; None: each costs the same, and time does not run out.
         memory_limit_bytes: Of one trial.
         device: cuda or cpu.
-        allows: Whether a configuration may be the plan. One that it refuses (the plain baseline) is no target to beat.
+        allows: Whether a configuration may be the plan. One that it refuses (the baseline) is no target to beat.
         objective: What the search looks for.
         slow_mode_limit_s: What a compilation in a slow mode may be expected to take.
     """

@@ -210,7 +210,7 @@ def drift(comparison: Comparison) -> str | None:
     ratios, spread = [], comparison.claim.spread
     sides = {"the plan's": comparison.candidate}
     if comparison.reference is not comparison.candidate:
-        sides["the plain run's"] = comparison.reference
+        sides["the baseline's"] = comparison.reference
     for whose, runs in sides.items():
         look = runs.first.step_time_s
         if not runs.counted or runs.first in runs.counted or look is None or runs.first.beside:  # another load

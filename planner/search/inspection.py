@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanError, WorkloadError
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
+from autoplan.planner.search.references import with_own_setting
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
 from autoplan.strategies.config import DEGREES
@@ -69,7 +70,7 @@ def look_at(
     options, observer = means.options, means.observer
     observer.on_phase("inspect", f"looking at {options.spec.name}")
     facts = inspect(means, hardware, device, ranks, memory_limit_bytes)
-    spec = facts.spec.model_copy(update={"payload": options.spec.payload})
+    spec = with_own_setting(facts, options).model_copy(update={"payload": options.spec.payload})
     observer.on_workload(spec)
     for note in spec.notes:
         observer.on_note(note)

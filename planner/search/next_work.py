@@ -13,10 +13,10 @@ leader fails it and the time spent around it was lost; a probe or a trace by the
 No piece has a share of the budget. There is one constraint: after a piece, the time that is left must hold what the
 leader still needs, and what the configuration needs that the piece may make the leader: its parity check and the rounds
 of the claim (two, and more where runs differ much). Further rounds show a small gain: a look that leaves no time for
-them is made if it gains more for its seconds. The plain run needs nothing: it is the plan if nothing faster is found.
-If the budget holds no look with its claim (the plain run alone takes a third of it), looks and the parity check go on
+them is made if it gains more for its seconds. The baseline needs nothing: it is the plan if nothing faster is found.
+If the budget holds no look with its claim (the baseline alone takes a third of it), looks and the parity check go on
 without one: a checked plan whose speed-up rests on single looks is worth more than none. Where looks with a claim were
-made and the plain run leads, it is the plan: what a last look finds could not be proved.
+made and the baseline leads, it is the plan: what a last look finds could not be proved.
 """
 
 from __future__ import annotations
@@ -135,19 +135,19 @@ class State:
     """The facts that are known when the next piece is chosen.
 
     Attributes:
-        baseline: The plain run as a piece of work; None: it has run, or does not run here.
+        baseline: The baseline as a piece of work; None: it has run, or does not run here.
         looks: Untried configurations that can still win, the best score first.
         sharpen: Probes and traces that the first of them waits for.
         sharpened_s: What probes and traces since the last look took.
         hand: The look at the hand setting; None: it was made, or there is no leader to compare with it yet.
-        check: The parity check of the leader; None: it passed, or the leader is the plain run.
+        check: The parity check of the leader; None: it passed, or the leader is the baseline.
         pairs: The leader beside each configuration that the bound does not put behind it.
-        leader_needs_s: What the leader still needs: its parity check and the rounds of the claim; 0 for the plain run.
+        leader_needs_s: What the leader still needs: its parity check and the rounds of the claim; 0 for the baseline.
         claim: The claim of the leader, to be made or gone on with; None: it is made, or there is nothing to claim.
         further: Rounds of its claim beyond the fewest, with what they gain; None: there is no claim to be begun, or no
             time or use for more of them. They are never chosen here: looks that gain less leave time for them.
         claim_fitted: A look was made while there was time for its claim.
-        plain_leads: The plain run is the plan if nothing else is found.
+        plain_leads: The baseline is the plan if nothing else is found.
         claim_began: It was begun: nothing comes between its rounds, and nothing after them.
         out_of_looks: --max-trials is reached.
         hopeful: Whether any untried configuration could still win, had it the time.
@@ -203,12 +203,12 @@ def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
 
 
 def _first(baseline: Option, left_s: float) -> Work:
-    """The plain run; or the end, where the time does not even hold it and its check by the best that is predicted."""
+    """The baseline; or the end, where the time does not even hold it and its check by the best that is predicted."""
     needed_s = baseline.cost_s + baseline.needs_s
     if needed_s <= left_s:
         return _chosen(baseline, (), State())
     left_s = max(left_s, 0.0)
-    why = f"the plain run and a parity check are predicted to take {needed_s:.0f} s, and {left_s:.0f} s are left"
+    why = f"the baseline and a parity check are predicted to take {needed_s:.0f} s, and {left_s:.0f} s are left"
     return Work(kind="end", why=why, ended_by="time")
 
 
@@ -349,8 +349,8 @@ def check_gain(leader_gain: float, safe_gain: float, *, kind_has_passed: bool) -
     """The expected loss if the leader fails its check at the end and not now.
 
     Args:
-        leader_gain: Logarithm of its speed-up over the plain run.
-        safe_gain: The same of the fastest configuration that passed a check; 0: the plain run.
+        leader_gain: Logarithm of its speed-up over the baseline.
+        safe_gain: The same of the fastest configuration that passed a check; 0: the baseline.
         kind_has_passed: A configuration with the same numerics has passed.
     """
     risk = CHECKED_RISK if kind_has_passed else UNCHECKED_RISK

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypedDict
 
@@ -177,6 +178,15 @@ def _check_bound(value: Any, info: ValidationInfo) -> dict[str, Bound]:
     return {knob: bound_of(knob, one) for knob, one in _mapping(value, info, '{"micro_batch": (1, 8)}').items()}
 
 
+def _check_baseline(value: Any, info: ValidationInfo) -> Any:
+    if value is None or value == "plain":
+        return value
+    if isinstance(value, str):
+        texts = [text for text in value.split(",") if text.strip()]
+        return each_once("baseline", texts, partial(parse_knob, option="baseline"), str, "Name it once.")
+    return {knob: check_knob(knob, one) for knob, one in _mapping(value, info, '{"precision": "bf16"}').items()}
+
+
 def each_once(
     name: str, texts: list[str], parse: Callable[[str], tuple[str, Any]], say: Callable[[Any], str], hint: str
 ) -> dict[str, Any]:
@@ -258,6 +268,16 @@ class SearchOptions(BaseModel):
     ] = Field(
         default_factory=dict,
         description="Keep a knob in a range, --bound micro_batch=1..8, or a list, --bound precision=fp32,bf16.",
+    )
+    baseline: Annotated[
+        Any,
+        PlainValidator(_check_baseline),
+        Flag(SEARCH, "KNOB=VALUE,...", everyday=False, in_python='Knobs as in `fix`, or "plain".'),
+    ] = Field(
+        default=None,
+        description="The setting that the training has now, which the plan is compared with: "
+        "precision=bf16,micro_batch=4, or plain for a plain fp32 run. Default: as it is read of a Trainer or a loop, "
+        "else plain.",
     )
     device: Annotated[DeviceName | None, Flag(SEARCH, "DEVICE", "cuda or cpu")] = Field(
         default=None, description="cuda or cpu. Default: cuda if the machine has a GPU."
@@ -454,7 +474,7 @@ class SearchOptions(BaseModel):
         return int(limit * total_bytes)
 
     def allows(self, config: TrainingConfig) -> bool:
-        """Whether a configuration keeps what the user fixed and bounded; the plain baseline need not."""
+        """Whether a configuration keeps what the user fixed and bounded; the baseline need not."""
         return all(getattr(config, knob) == value for knob, value in self.fix.items()) and all(
             bound.allows(getattr(config, knob)) for knob, bound in self.bound.items()
         )
@@ -489,6 +509,7 @@ class SearchKeywords(TypedDict, total=False):
     budget: str | float | None
     fix: Mapping[str, Any] | None
     bound: Mapping[str, Any] | None
+    baseline: Mapping[str, Any] | Literal["plain"] | None
     device: DeviceName | None
     loader: Any
     out: str | Path | None

@@ -28,7 +28,7 @@ from autoplan.planner.search.options import (
     SearchOptions,
     SearchResult,
 )
-from autoplan.planner.search.plan_maker import PLAIN_PARITY, make_plan
+from autoplan.planner.search.plan_maker import make_plan
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.selection import without_void
 from autoplan.planner.search.session import BudgetOver, Session, make_model
@@ -153,6 +153,7 @@ def _open_store(options: SearchOptions, profile: HardwareProfile, target: Target
         objective=_identity_of(options.wanted),
         numerics=options.numerics,
         side_by_side=options.parts,
+        baseline=_baseline_of(options),
     )
     return Store(
         study_folder(None if options.store is None else Path(options.store), identity),
@@ -171,6 +172,17 @@ def _identity_of(objective: Objective) -> dict[str, Any] | None:
     return {"name": objective.name, "floor": objective.floor if objective.name == "memory" else None}
 
 
+def _baseline_of(options: SearchOptions) -> dict[str, Any] | None:
+    """The part of the baseline that makes another study: what is said, and the setting that objects were read with.
+
+    That of a file is in the code of its function.
+    """
+    said, own = options.baseline, options.spec.own_setting
+    if said == "plain" or (said is None and own is None):
+        return None
+    return ({} if own is None else own.knobs_off_default()) | dict(said or {})
+
+
 def _summary(options: SearchOptions, target: Target, fingerprint: str) -> dict[str, Any]:
     """A summary of the study, for people; the record keeps it under these names."""
     spec = options.spec
@@ -184,6 +196,7 @@ def _summary(options: SearchOptions, target: Target, fingerprint: str) -> dict[s
         "nproc": target.nproc,
         "memory_limit_bytes": target.given_limit_bytes,
         **({} if options.numerics == "kept" else {"numerics": options.numerics}),
+        **({} if options.baseline is None else {"baseline": options.baseline}),
         "workload_digest": spec.identity,
         "hardware_digest": fingerprint,
     }
@@ -230,9 +243,7 @@ def _search(run: SearchRun, launcher: Zygote, parts: Sequence[Part]) -> SearchRe
             context = trace_more(context)  # rough predictions alone rule nothing out
         setup_s = store.spent_s - began_s
         store.add(
-            WorkLine(
-                kind="setup", began_s=began_s, seconds=setup_s, devices=run.devices, why="what the plain run needs"
-            )
+            WorkLine(kind="setup", began_s=began_s, seconds=setup_s, devices=run.devices, why="what the baseline needs")
         )
         run.context = context
         if not context.candidates:
@@ -391,7 +402,7 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
 
 
 def _conclude(run: SearchRun, session: Session) -> SearchResult:
-    """From what was measured to the plan: the leader if it is proved, else the plain run."""
+    """From what was measured to the plan: the leader if it is proved, else the baseline."""
     if hanging := session.model.hanging:
         session.note(
             f"{len(hanging)} configuration(s) with a number of threads of their own ran only beside other work, which "
@@ -405,17 +416,18 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
     if leader is None:
         return answer.nothing_verified(run, session.ended_by)
     assert plain is not None, "what led was compared with it"
-    against = session.comparison(leader)  # None: the plain run has failed in a round of the claim
+    against = session.comparison(leader)  # None: the baseline has failed in a round of the claim
     fallback = next((runs for runs in session.eligible if runs.config == plain.config), None)
     beaten = ""
     if against is not None and is_no_gain(against) and session.objective.name == "throughput" and fallback is not None:
         ratio, how = against.speedup, "side by side" if against.candidate.counted else "compared"
+        base = session.run_words(plain.config)
         beaten = (
-            f"{leader.config.describe()} led the search; {how} with the plain run it ran at {ratio.median:.3g} "
-            f"times its speed ({ratio.low:.3g} to {ratio.high:.3g}): the plan is the plain run"
+            f"{leader.config.describe()} led the search; {how} with {base} it ran at {ratio.median:.3g} times its "
+            f"speed ({ratio.low:.3g} to {ratio.high:.3g}): the plan is {base}"
         )
         leader = fallback
-    parity = PLAIN_PARITY if session.is_given(leader.config) else session.store.parity_of(leader.config)
+    parity = session.known_parity(leader.config)
     if parity is None or (leader.config == plain.config and session.unchecked and not run.did_not_run):
         return answer.budget_ended(run, "the budget ended before the parity check of the fastest", ended_by="time")
     if beaten:

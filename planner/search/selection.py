@@ -149,7 +149,7 @@ def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
 
 
 def without_void(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """The trials without the plain runs that other work disturbed grossly: measured again, one took half the time."""
+    """The trials without runs of the baseline that other work disturbed grossly: again, one took half the time."""
     trials = tuple(trials)
     plain = [trial for trial in trials if trial.purpose == "baseline" and trial.step_time_s is not None]
 

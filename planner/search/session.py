@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from autoplan.planner.parity.records import CHECK_MICRO_BATCH
+from autoplan.planner.records.baseline import YOURS, is_plain_run, run_words
 from autoplan.planner.records.trials import (
     IN_FP32,
     ClaimRounds,
@@ -56,6 +57,19 @@ if TYPE_CHECKING:
 OVERRUN = 0.05
 """A running trial is ended when it is this share of the budget past the budget; the whole search stays within 10 %."""
 
+
+NO_CHECK = Parity(
+    passed=True,
+    tolerance=0.0,
+    worst_gradient_difference=0.0,
+    worst_update_difference=0.0,
+    worst_group="",
+    loss_difference=0.0,
+    global_batch=0,
+    sequence_length=None,
+    changes_numerics=False,
+)
+"""Of a plan that needs no parity check; its note says why."""
 
 POLL_S = 0.5
 """Seconds between two looks at what other planners do."""
@@ -168,8 +182,13 @@ class Session:
         training = self.context.facts.training
         if base is not None and base.step_time_s is not None:
             step_s, optimizer_s = base.step_time_s.median, base.parts_s.get("optimizer_step", 0.0)
+            plain = TrainingConfig(micro_batch=base.config.micro_batch)  # a check compares with the plain run
+            if base.config == self.own_config != plain:
+                step_s *= self.predict(plain).step_time_s / self.predict(base.config).step_time_s
         else:
-            step_s, optimizer_s = self.predict(plain_configs(self)[0]).step_time_s, 0.0
+            tried = plain_configs(self)
+            plain = next((config for config in tried if is_plain_run(config)), tried[0])
+            step_s, optimizer_s = self.predict(plain).step_time_s, 0.0
         return ModelCost(
             sequence_length=spec.sequence_length,
             parameters=profile.trainable,
@@ -192,18 +211,18 @@ class Session:
 
     @property
     def baseline(self) -> Trial | None:
-        """The plain run, if it was measured."""
+        """The baseline, if it was measured: the user's own setting, the plain run, or what stands for that."""
         good = [t for t in self.store.trials if t.purpose == "baseline" and t.outcome is Outcome.OK]
         return next(iter(without_void(good)), None)
 
     @property
     def plain_is_known(self) -> bool:
-        """Whether the plain run has its step time; a replay may have none to measure."""
+        """Whether the baseline has its step time; a replay may have none to measure."""
         return self.baseline is not None
 
     @property
     def plain_config(self) -> TrainingConfig | None:
-        """Of the plain run that was measured."""
+        """Of the baseline that was measured."""
         return None if self.baseline is None else self.baseline.config
 
     @property
@@ -211,13 +230,34 @@ class Session:
         """Whether a look was made while there was time for its claim."""
         return any(line.with_claim for line in self.store.ledger)
 
+    @property
+    def own_config(self) -> TrainingConfig | None:
+        """The setting that the training has now; None: it is not known."""
+        return self.context.spec.own_setting
+
+    def run_words(self, config: TrainingConfig, *, whole: bool = False) -> str:
+        """What a baseline is called: see `autoplan.planner.records.baseline.run_words`."""
+        return run_words(config, self.own_config, whole=whole)
+
     def is_given(self, config: TrainingConfig) -> bool:
-        """Whether it is the plain run as the user has it: what a parity check compares with, so that it needs none."""
-        return config == self.plain_config and is_plain_run(config)
+        """Whether a baseline needs no parity check: it is the training as the user has it, or the plain run.
+
+        A check compares with the plain run, and the user's own setting is not to be changed.
+        """
+        return config == self.plain_config and (config == self.own_config or is_plain_run(config))
+
+    def known_parity(self, config: TrainingConfig) -> Parity | None:
+        """The verdict on a configuration: of its check, or that it needs none; None: it was not checked."""
+        if not self.is_given(config):
+            return self.store.parity_of(config)
+        note = "the plan is the plain run, with which a parity check compares: nothing was checked"
+        if config == self.own_config:
+            note = f"the plan is {YOURS}, the training as it was: nothing was checked"
+        return NO_CHECK.model_copy(update={"note": note})
 
     @property
     def best(self) -> Trial | None:
-        """The fastest good trial so far that keeps what the user fixed; the plain baseline may not."""
+        """The fastest good trial so far that keeps what the user fixed; the baseline may not."""
         return best_trial((t for t in self.store.trials if self._keeps(t.config)), self.objective)
 
     @property
@@ -307,7 +347,7 @@ class Session:
             self.sampler.model = model
 
     def forget_void(self) -> None:
-        """Learns nothing from a plain run that a second one has shown to be wrong."""
+        """Learns nothing from a run of the baseline that a second one has shown to be wrong."""
         counted = {trial.number for trial in without_void(self.store.trials)}
         if any(trial.number not in counted for trial in self.model.trials):
             self.take_context(self.context.anew())
@@ -319,7 +359,7 @@ class Session:
         return told.model_copy(update=times)
 
     def comparison(self, runs: CandidateRuns) -> Comparison | None:
-        """A configuration against the plain run: by the rounds of its claim, else by the runs of the choice."""
+        """A configuration against the baseline: by the rounds of its claim, else by the runs of the choice."""
         candidates = collect_runs(self.store.trials)
         plain = next((one for one in candidates if one.config == self.plain_config), None)
         if plain is None:
@@ -553,11 +593,6 @@ def budget_of(options: SearchOptions, store: Store, budget_s: float) -> BudgetSt
         trials_done=sum(not trial.is_repeat for trial in without_void(store.trials)),
         max_trials=options.max_trials,
     )
-
-
-def is_plain_run(config: TrainingConfig) -> bool:
-    """Whether a configuration is the training as the user has it, in micro-batches of some size."""
-    return config.knobs_off_default().keys() <= {"micro_batch"}
 
 
 def failed_parity(store: Store, config: TrainingConfig) -> bool:

@@ -1,6 +1,6 @@
 """The knowledge of a search before its first trial, and the pieces of it that can wait.
 
-`begin_search` finds out what the plain run needs: the facts of the workload, the trace of the plain variant, the space.
+`begin_search` finds out what the baseline needs: the facts of the workload, the trace of the plain variant, the space.
 `probe_more` and `trace_more` give the same context with measured rates, and with traces of other variants; each can be
 called at any time, and says before what it is expected to cost.
 """
@@ -69,7 +69,7 @@ TIMED = "operations timed"
 
 @dataclass(frozen=True, kw_only=True)
 class SearchContext:
-    """The search's knowledge of the workload and the machine: enough for the plain run, and more after each piece.
+    """The search's knowledge of the workload and the machine: enough for the baseline, and more after each piece.
 
     Attributes:
         means: What the pieces are made with.
@@ -134,7 +134,7 @@ class SearchContext:
 
 
 def begin_search(means: Means) -> SearchContext:
-    """The context that the plain run needs: the input is checked, the plain variant traced, the legal space made.
+    """The context that the baseline needs: the input is checked, the plain variant traced, the legal space made.
 
     Every other variant is predicted roughly, from the plain one.
 

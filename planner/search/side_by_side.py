@@ -4,7 +4,7 @@ In: pieces of work, and orders for their trials. Out: trials that have ended. Wh
 else that a search does runs alone, with nothing on the other parts.
 
 Looks are compared with each other, so all of them have the same load: while one runs, every other part is busy too,
-with another look, or, if there is none, with the plain run again, which does not count. The plain run itself is
+with another look, or, if there is none, with the baseline again, which does not count. The baseline itself is
 measured with copies of it on the other parts. What is measured so is marked (`Trial.beside`). Pairs and the rounds of
 the claim run alone, one after the other: what a plan claims does not rest on a load.
 """
@@ -123,7 +123,7 @@ class SideBySide:
         """Waits until a look has ended; meanwhile all parts are busy.
 
         Args:
-            plain: The plain run, for parts without a look; None, or one that takes several parts: the oldest look.
+            plain: The baseline, for parts without a look; None, or one that takes several parts: the oldest look.
         """
         if self.parts.free:
             oldest = next(iter(self.begun.values()))
@@ -134,7 +134,7 @@ class SideBySide:
         return self.begun.pop(ended.part), self._marked(ended.trial)
 
     def has_copies(self, order: TrialOrder) -> bool:
-        """Whether a trial is measured with copies of it on the other parts: the plain run is."""
+        """Whether a trial is measured with copies of it on the other parts: the baseline is."""
         return order.purpose == "baseline" and self.fits_a_part(order.config)
 
     def run_with_copies(self, order: TrialOrder) -> Trial:

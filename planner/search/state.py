@@ -79,7 +79,7 @@ def read_state(session: Session) -> State:
         session: The search.
     """
     if not session.plain_is_known:
-        return State(baseline=_plain_run(session))
+        return State(baseline=_baseline(session))
     plain = session.baseline
     if plain is not None and _is_to_be_proved(session, plain.config):
         return State(check=_check_of(session, plain.config, gain=1.0, why="it stands for the plain run"))
@@ -109,8 +109,8 @@ def read_state(session: Session) -> State:
     )
 
 
-def _plain_run(session: Session) -> Option:
-    """The plain run, at the low ends of what is predicted: a budget is refused only if it is sure to be too small."""
+def _baseline(session: Session) -> Option:
+    """The baseline, at the low ends of what is predicted: a budget is refused only if it is sure to be too small."""
     config = plain_configs(session)[0]
     prediction = session.predict(config)
     optimism = prediction.step_time_low_s / prediction.step_time_s
@@ -125,7 +125,7 @@ def _plain_run(session: Session) -> Option:
 
 
 def plain_needs_s(session: Session) -> float:
-    """Seconds that the plain run and a check of it are expected to take."""
+    """Seconds that the baseline and a check of it are expected to take."""
     config = plain_configs(session)[0]
     return session.model.cost_s(config) + parity_s(session.trial_cost, session.parity_cost, config)
 
@@ -361,7 +361,7 @@ three or four show the gain: 7 of 23 searches of the zoo showed one, with it 19 
 def believed_gain(session: Session, leader: CandidateRuns) -> float:
     """The logarithm of the leader's speed-up, less what it owes to chance: its posterior mean by GAIN_SD.
 
-    Where runs differ by 20 %, a look at 1.6 times the plain run's speed speaks for 1.1.
+    Where runs differ by 20 %, a look at 1.6 times the baseline's speed speaks for 1.1.
     """
     plain = session.baseline
     assert plain is not None and plain.step_time_s is not None
@@ -371,7 +371,7 @@ def believed_gain(session: Session, leader: CandidateRuns) -> float:
 
 
 def at_plain_pace_s(session: Session, runs: CandidateRuns) -> float:
-    """Its step time as the plain run's is compared with it: if its cores had been as fast as there."""
+    """Its step time as the baseline's is compared with it: if its cores had been as fast as there."""
     if runs.believed_s is not None:
         return runs.single_s
     counted = [runs.first] if runs.first.beside else runs.runs
@@ -413,7 +413,7 @@ def _check_factor(session: Session) -> float | None:
 
 
 def round_s(session: Session, config: TrainingConfig, look_s: float | None = None) -> float:
-    """Expected seconds of one round of the claim: a run of the configuration and one of the plain run."""
+    """Expected seconds of one round of the claim: a run of the configuration and one of the baseline."""
     plain, cost, model = session.baseline, session.trial_cost, session.model
     assert plain is not None
     first, sliced = session.first_run(config), _is_sliced(session, config)
@@ -429,14 +429,14 @@ def round_s(session: Session, config: TrainingConfig, look_s: float | None = Non
 
 
 def _is_sliced(session: Session, config: TrainingConfig) -> bool:
-    """Whether its rounds with the plain run are in slices; of what has not run, as the plain run beside itself."""
+    """Whether its rounds with the baseline are in slices; of what has not run, as the baseline beside itself."""
     plain, first = session.baseline, session.first_run(config)
     assert plain is not None
     return session.in_slices(first or plain, plain) and config.world_size == 1
 
 
 def _round_spread(session: Session, config: TrainingConfig) -> Spread:
-    """Between the runs of a round with the plain run."""
+    """Between the runs of a round with the baseline."""
     return SLICED if _is_sliced(session, config) else session.run_spread
 
 

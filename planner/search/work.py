@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoplan.errors import DidNotRunError, NoFeasiblePlanError, WorkloadError
+from autoplan.planner.records.baseline import YOURS
 from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Prediction, Purpose, Trial
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.objective import best_trial, to_beat
 from autoplan.planner.search.references import plain_configs, what_would_fit
 from autoplan.planner.search.selection import is_late
-from autoplan.planner.search.session import BudgetOver, Session, is_plain_run, leave_out_failed
+from autoplan.planner.search.session import BudgetOver, Session, leave_out_failed
 from autoplan.planner.search.setup import probe_more, trace_more
 from autoplan.planner.search.side_by_side import Begun, SideBySide
 from autoplan.planner.search.state import check_s, claim_size, find_leader, leader_needs_s, near_configs, needs_s
@@ -34,7 +35,7 @@ LOOK_FACTOR, LOOK_MORE_S = 3.0, 20.0
 more than it tells."""
 
 GROSS, GROSS_AGAIN, GROSS_SHARE = 2.0, 3, 0.5
-"""A disturbed plain run is measured again if it takes so many times the high end of what was predicted, at most so
+"""A disturbed baseline is measured again if it takes so many times the high end of what was predicted, at most so
 often, and while it takes no larger share of what is left: once in 24 searches of the zoo a stall made it 30 times as
 slow, and nothing else fitted into the budget any more."""
 
@@ -67,11 +68,13 @@ def do(session: Session, work: Work) -> None:
         _BY_KIND[work.kind](session, work)
 
 
-# The plain run.
+# The baseline.
 
 
 def run_baseline(session: Session, work: Work) -> None:
-    """Measures the plain fp32 run; if it runs out of memory with smaller micro-batches, then with what saves memory.
+    """Measures the user's own setting; where that is not known or does not run here, the plain fp32 run.
+
+    If that runs out of memory with smaller micro-batches, then with what saves memory.
 
     Raises:
         WorkloadError: the workload itself cannot be used.
@@ -79,10 +82,10 @@ def run_baseline(session: Session, work: Work) -> None:
         BudgetOver: the budget ended before it was measured.
         NoFeasiblePlanError: none of them runs, and what would fit.
     """
-    session.observer.on_phase("baseline", "the plain fp32 run")
+    own, lost = session.own_config, ""
     for config in plain_configs(session):
-        if not is_plain_run(config):
-            session.observer.on_phase("baseline", f"the plain fp32 run does not fit; {config.describe()} in its place")
+        named = f"{session.run_words(config)}, {config.describe()}"
+        session.observer.on_phase("baseline", f"{lost} does not run here; {named}, in its place" if lost else named)
         deadline_s = session.hard_deadline_s(0.0)
         if _has_verdict(session, "baseline", config, deadline_s):
             continue
@@ -90,16 +93,16 @@ def run_baseline(session: Session, work: Work) -> None:
         trial = session.measure("baseline", config, deadline_s=deadline_s, deadline_of_budget=True)
         if trial.outcome is Outcome.OK:
             _repeat_gross(session, trial, expected)
-            if not is_plain_run(config):
-                session.note(f"the plain run does not fit; all others are compared with {config.describe()}")
+            _say_what_stands_in(session, config)
             return
         if trial.did_not_run:
-            raise DidNotRunError(f"the plain fp32 run, with which all others are compared: {trial.reason}")
+            raise DidNotRunError(f"{session.run_words(config)}, with which all others are compared: {trial.reason}")
         if trial.outcome is Outcome.CRASHED and trial.detail == WORKLOAD:
             raise WorkloadError(
                 trial.reason or "the workload cannot be used", hint="Repair the workload, then search again."
             )
-        if trial.budget_ended or trial.outcome not in (Outcome.OUT_OF_MEMORY, Outcome.TIMEOUT):
+        lost = session.run_words(config)
+        if trial.budget_ended or (config != own and trial.outcome not in (Outcome.OUT_OF_MEMORY, Outcome.TIMEOUT)):
             break
     last = next(trial for trial in reversed(session.store.trials) if trial.purpose == "baseline")
     if last.budget_ended:
@@ -107,20 +110,35 @@ def run_baseline(session: Session, work: Work) -> None:
     hint = "Its trial in the record has its last lines. If it fails at other settings too, the workload is broken."
     if last.outcome is Outcome.OUT_OF_MEMORY:
         hint = what_would_fit(session.context)
+    tried = "the plain run does not run here" if own is None else f"neither {YOURS} nor the plain run runs here"
     raise NoFeasiblePlanError(
-        f"the plain run does not run here, nor with what saves memory, so that nothing can be compared with it; the "
-        f"last, {last.config.describe()}: {last.outcome.value}: {last.reason}",
+        f"{tried}, nor with what saves memory, so that nothing can be compared with it; the last, "
+        f"{last.config.describe()}: {last.outcome.value}: {last.reason}",
         hint=hint,
     )
 
 
+def _say_what_stands_in(session: Session, config: TrainingConfig) -> None:
+    """A note where the baseline is not the one that was wanted first: what did not run, and what stands in."""
+    own = session.own_config
+    if own is not None and config != own:
+        failed = next(trial for trial in session.store.trials if trial.config == own)
+        session.note(
+            f"{YOURS} ({own.describe()}) does not run here ({failed.outcome.value}: {failed.reason}); all others are "
+            f"compared with {session.run_words(config)}, {config.describe()}"
+        )
+    elif not session.is_given(config):
+        session.note(f"the plain run does not fit; all others are compared with {config.describe()}")
+
+
 def _repeat_gross(session: Session, trial: Trial, expected: Prediction) -> None:
-    """Measures the plain run again while a stall lasts: all else would be priced by it."""
+    """Measures the baseline again while a stall lasts: all else would be priced by it."""
     for number in range(GROSS_AGAIN):
         if not _is_gross(trial, expected) or trial.seconds_spent > GROSS_SHARE * session.left_s:
             break
         if not number:
-            session.note("other work slowed the plain run down, far beyond what was expected: it ran again")
+            whose = session.run_words(trial.config)
+            session.note(f"other work slowed {whose} down, far beyond what was expected: it ran again")
         trial = session.measure("baseline", trial.config, deadline_s=1.5 * trial.seconds_spent)
         session.forget_void()
 
@@ -258,7 +276,7 @@ def run_pair(session: Session, work: Work) -> None:
 
 
 def run_claim_round(session: Session, work: Work) -> None:
-    """One round of the plan's claim: the leader and the plain run. How many there are is fixed before the first."""
+    """One round of the plan's claim: the leader and the baseline. How many there are is fixed before the first."""
     leader, plain = find_leader(session), session.baseline
     assert leader is not None and plain is not None
     began = session.claim_rounds(leader.config)

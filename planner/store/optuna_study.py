@@ -89,7 +89,7 @@ def add_trials(
 def make_distributions(values: Mapping[str, Sequence[Any]]) -> dict[str, CategoricalDistribution]:
     """One categorical per knob: the closed list where the knob has one (so that it never varies), else the space's.
 
-    The plain run's value is always among them, since the baseline is in the study too.
+    The plain run's value is always among them, since that of a baseline is in the study too.
     """
     from optuna.distributions import CategoricalDistribution
 

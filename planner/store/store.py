@@ -70,8 +70,9 @@ def study_identity(
     objective: Mapping[str, Any] | None = None,
     side_by_side: int = 1,
     numerics: str = "kept",
+    baseline: Mapping[str, Any] | None = None,
 ) -> str:
-    """16 hex digits over what is trained, on what, and the options that change the space.
+    """16 hex digits over what is trained, on what, the baseline, and the options that change the space.
 
     The budget, the sampler and the place of the plan are left out: changing them continues the same search.
     """
@@ -88,6 +89,7 @@ def study_identity(
         "nodes": nodes,
         "side_by_side": side_by_side,
         "numerics": numerics,
+        "baseline": None if baseline is None else dict(sorted(baseline.items())),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 

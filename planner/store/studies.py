@@ -30,7 +30,7 @@ class Study:
         size_bytes: Of all its files.
         trials: How many finished.
         status: `running`, how it ended, or `stopped` if it can go on.
-        speedup: Of its plan over the plain run, the median and the interval; None: it has none.
+        speedup: Of its plan over the baseline, the median and the interval; None: it has none.
     """
 
     folder: Path | None

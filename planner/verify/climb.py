@@ -32,6 +32,7 @@ from autoplan.errors import (
 from autoplan.files import replace_file
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.surroundings import find_differences
+from autoplan.planner.records.baseline import run_words
 from autoplan.planner.records.plan_file import one_line, read_document, with_shown_texts
 from autoplan.planner.records.trials import Trial
 from autoplan.planner.search.claim import LEAST_ROUNDS, ROUNDS_AGAIN
@@ -80,7 +81,7 @@ def staircase(
     wait: bool = False,
     on_progress: Callable[[str], None] = say_nothing,
 ) -> Staircase:
-    """Measures what each technique of a plan gives: from the plain run to the plan one at a time, side by side.
+    """Measures what each technique of a plan gives: from the baseline to the plan one at a time, side by side.
 
     The steps come in the order of what they gain; techniques that need each other come together. Then the plan is
     measured without each technique. What the search measured side by side on this machine counts too. The result is
@@ -90,7 +91,7 @@ def staircase(
         plan: A plan, or the file of one.
         budget: Time for all measuring, like `"5m"`, or seconds; with more than before it goes on. Default: 5 minutes.
         fresh: Measure anew, whatever was kept.
-        start: Where it begins. Default: the plain run that the plan was compared with.
+        start: Where it begins. Default: the baseline, with which the plan was compared.
         keep: The file of the result. Default: beside the plan's file, `plan.staircase.json`; of a Plan none.
         memory_limit: What a run may take, like `"8GiB"` or `"80%"`. Default: as in a search.
         unverified_ok: Measure it although it is unverified: the best so far of a search that ended before its proof.
@@ -167,7 +168,7 @@ def begin(plan: Plan, profile: HardwareProfile, start: TrainingConfig, budget_s:
     start.accumulation(plan.workload.global_batch)
     if start == plan.config:
         raise UsageError(
-            "the plan is the plain run, so there is no step between the two",
+            f"the plan is {run_words(start, plan.workload.own_setting)}, so there is no step between the two",
             hint="autoplan explain says what was tried; a search with a larger --budget may find more.",
         )
     found = Staircase(
@@ -178,6 +179,7 @@ def begin(plan: Plan, profile: HardwareProfile, start: TrainingConfig, budget_s:
         device=plan.device,
         global_batch=plan.workload.global_batch,
         start=start,
+        own_setting=plan.workload.own_setting,
         plan=plan.config,
         budget_s=budget_s,
     )

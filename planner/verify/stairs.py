@@ -1,4 +1,4 @@
-"""The staircase: from the plain run to a plan one technique at a time, and each technique left out of the plan.
+"""The staircase: from the baseline to a plan one technique at a time, and each technique left out of the plan.
 
 In: two configurations, and trials. Out: which configurations show what each technique gives, in which order they
 follow each other, and how they compare. Nothing is run (climb.py does that). The same trials always give the same
@@ -213,7 +213,10 @@ class Staircase(Record):
     hardware: str
     device: str
     global_batch: int
-    start: TrainingConfig = Field(description="the plain run, unless another one was named")
+    start: TrainingConfig = Field(description="the baseline of the plan, unless another one was named")
+    own_setting: TrainingConfig | None = Field(
+        default=None, description="that the training had before; None: not known"
+    )
     plan: TrainingConfig
     budget_s: float
     spent_s: float = 0.0

@@ -126,6 +126,7 @@ def spec_from_objects(
         unhashed=unhashed,
         notes=workload.notes,
         taken_from=workload.taken_from,
+        own_setting=workload.own_setting,
         defaults_used=said,
     )
 
@@ -169,8 +170,8 @@ def digests_of(workload: Workload) -> tuple[dict[str, str], tuple[str, ...]]:
     parts: dict[str, list[Any]] = {"weights": []}
     for field in dataclasses.fields(workload):
         part = _PARTS.get(field.name, "settings")
-        if field.name in ("notes", "taken_from", "find_unused_parameters"):
-            continue  # sentences, where it came from, and what changes no number
+        if field.name in ("notes", "taken_from", "find_unused_parameters", "own_setting"):
+            continue  # sentences, where it came from, what changes no number, and what a plan replaces
         describer = describers.setdefault(part, Describer(local_sources, files_imported_in, stamps=part == "data"))
         parts.setdefault(part, []).append([field.name, describer.describe(getattr(workload, field.name))])
     parts["weights"] += [describer.weights for describer in describers.values() if describer.weights]

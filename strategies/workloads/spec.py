@@ -14,6 +14,7 @@ from pydantic import Field
 
 from autoplan.errors import WorkloadError
 from autoplan.record import Record
+from autoplan.strategies.config import TrainingConfig
 
 
 class Counted(Record):
@@ -136,6 +137,11 @@ class WorkloadSpec(Record):
     )
     taken_from: str = Field(
         default="", description="the class of the training that it was read from (Trainer); empty where there is none"
+    )
+    own_setting: TrainingConfig | None = Field(
+        default=None,
+        description="the setting that the training has now, as it was read or as the user says: the baseline of the "
+        "search, where it runs. None: not known",
     )
     notes: tuple[str, ...] = Field(
         default=(), description="on where the workload came from, in sentences; known after the inspection"

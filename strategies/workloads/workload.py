@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from autoplan.errors import WorkloadError
+from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.batch import Batch
 
 
@@ -73,6 +74,7 @@ class Workload:
         find_unused_parameters: As of DDP: a backward may leave a parameter that trains without a gradient. A search
             finds out; say it where few batches do.
         taken_from: The class of the training that it was read from: "Trainer"; empty where it was made as a Workload.
+        own_setting: The setting that the training has now, which a search compares with. None: it is not known.
         knobs: The only knobs that a plan may change, each with its values (None: all that there are here). None: all
             knobs. For steps that are a program of their own (loops/step.py); of these, parity sees the losses alone.
         notes: Sentences for the user on where it came from: what was taken over of a Trainer, and what was not.
@@ -96,6 +98,7 @@ class Workload:
     seed: int = 0
     find_unused_parameters: bool = False
     taken_from: str = ""
+    own_setting: TrainingConfig | None = None
     knobs: Mapping[str, tuple[Any, ...] | None] | None = None
     notes: tuple[str, ...] = ()
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from autoplan.errors import WorkloadError
+from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.devices import on_cpu
 from autoplan.strategies.workloads.loops.loader import check_loader, read_loader
@@ -27,6 +28,7 @@ from autoplan.strategies.workloads.loops.loop import measured_workload
 from autoplan.strategies.workloads.loops.mean_loss import LossMean
 from autoplan.strategies.workloads.loops.schedules import Stepped, at_the_start, read_schedule
 from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
+from autoplan.strategies.workloads.own_setting import PRECISIONS, compile_mode_of, own_setting
 from autoplan.strategies.workloads.user_errors import users_call
 from autoplan.strategies.workloads.workload import Workload
 
@@ -60,6 +62,9 @@ CHANGING_CALLBACKS = (
     "WeightAveraging",
 )
 """Callbacks that change a training as it goes on; they get a note."""
+
+ONE_DEVICE = ("SingleDeviceStrategy", "DDPStrategy")
+"""Strategies that on one device train as a plan on one does."""
 
 AS_A_TRAINER = "The search calls them as a Trainer does before it begins."
 
@@ -233,13 +238,30 @@ def read_module(
         *said,
         *_notes(module, trainer),
     )
+    own = read_setting(module, trainer, found.batch_size)
     build = functools.partial(copy_model, on_cpu(twin), facts)
     return ModuleReading(
-        dataclasses.replace(workload, build_model=build, notes=notes, taken_from="LightningModule"),
+        dataclasses.replace(workload, build_model=build, notes=notes, taken_from="LightningModule", own_setting=own),
         batch_samples=found.batch_size * processes,
         accumulation=accumulation,
         frequency=frequency if schedule is None else 1,
     )
+
+
+def read_setting(module: Any, trainer: Any, batch_samples: int) -> TrainingConfig | None:
+    """The setting that a lightning.Trainer gives to a module; None: there is none, or it is no setting of knobs.
+
+    Args:
+        module: The user's.
+        trainer: The user's; None: none was given.
+        batch_samples: Of a batch of one process.
+    """
+    if trainer is None or int(trainer.num_devices) * int(trainer.num_nodes) > 1:
+        return None
+    if type(trainer.strategy).__name__ not in ONE_DEVICE:
+        return None
+    precision = PRECISIONS.get(str(trainer.precision))
+    return own_setting(module, micro_batch=batch_samples, precision=precision, compile_mode=compile_mode_of(module))
 
 
 def copy_model(module: Any, facts: TrainerFacts) -> Any:
@@ -460,9 +482,10 @@ def _notes(module: Any, trainer: Any) -> list[str]:
         return notes
     precision = str(getattr(trainer, "precision", "32-true"))
     if precision != "32-true":
+        baseline = "has it" if read_setting(module, trainer, 1) is not None else "is a plain fp32 run"
         notes.append(
-            f"the Trainer's precision={precision} is not taken over: precision is a knob of the plan, parameters stay "
-            "fp32, and the baseline is fp32"
+            f"the Trainer's precision={precision} is a knob of the plan: parameters stay fp32, and the baseline "
+            f"{baseline}"
         )
     changing = [type(one).__name__ for one in trainer.callbacks if type(one).__name__ in CHANGING_CALLBACKS]
     if changing:

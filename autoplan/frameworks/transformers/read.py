@@ -23,9 +23,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from autoplan.errors import WorkloadError
 from autoplan.frameworks.transformers.loss import TrainerLoss, TrainerSchedule, check_fields, make_parts
 from autoplan.frameworks.transformers.rebuild import copy_trainer
+from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loops.batches import OrderedBatches, batches_in_form, collated, fetch
 from autoplan.strategies.workloads.loops.schedules import at_the_start, same_schedule
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
+from autoplan.strategies.workloads.own_setting import PRECISIONS, own_setting
 from autoplan.strategies.workloads.randomness import generators_kept
 from autoplan.strategies.workloads.workload import Workload
 
@@ -78,6 +80,7 @@ def read_training(trainer: Any) -> Workload:
         count=loss.count if batches.rows_are_samples else None,
         seed=int(args.seed),
         taken_from=type(trainer).__name__,
+        own_setting=read_setting(trainer),
         notes=(*_what_does_not_run(trainer), *hooks_note(optimizer, model), *said, *notes, *_overridden(trainer)),
     )
 
@@ -98,6 +101,31 @@ def refuse_begun(trainer: Any) -> None:
             + "; a plan is for a training from its start",
             hint="Make the Trainer anew, search, apply the plan, and then train.",
         )
+
+
+NO_KNOBS = ("auto_find_batch_size", "deepspeed", "fsdp")
+"""Arguments that make another training of it than any knobs do."""
+
+
+def read_setting(trainer: Any) -> TrainingConfig | None:
+    """The setting that the arguments of a Trainer ask for; None: several devices, or what no knob says."""
+    args = trainer.args
+    on_several = int(args.n_gpu) > 1 or int(args.world_size) > 1
+    compiles = bool(args.torch_compile)
+    if on_several or any(getattr(args, name, None) for name in NO_KNOBS):
+        return None
+    if compiles and args.torch_compile_backend not in (None, "inductor"):
+        return None
+    mixed = next((name for name in ("bf16", "fp16") if getattr(args, name)), getattr(args, "mixed_precision", "no"))
+    if mixed == "fp16" and args.device.type == "cpu":  # accelerate leaves it out there
+        mixed = "no"
+    return own_setting(
+        trainer.model,
+        micro_batch=int(trainer._train_batch_size),
+        precision=PRECISIONS.get(mixed) if mixed != "no" else "tf32" if args.tf32 else "fp32",
+        checkpointed=any(getattr(args, f"{what}_checkpointing", False) for what in ("gradient", "activation")),
+        compile_mode=(args.torch_compile_mode or "default") if compiles else None,
+    )
 
 
 def make_optimizer(trainer: Any) -> torch.optim.Optimizer:
@@ -391,26 +419,15 @@ def _what_does_not_run(trainer: Any) -> list[str]:
 
 
 def _overridden(trainer: Any) -> list[str]:
-    """The arguments that a plan decides instead."""
+    """Sentences on the arguments that a plan decides instead, and on whether the search starts from them."""
     args = trainer.args
-    named = {
-        name: getattr(args, name, None)
-        for name in (
-            "bf16",
-            "fp16",
-            "tf32",
-            "torch_compile",
-            "gradient_checkpointing",
-            "activation_checkpointing",
-            "auto_find_batch_size",
-            "deepspeed",
-            "fsdp",
-        )
-    }
+    knobs = ("bf16", "fp16", "tf32", "torch_compile", "gradient_checkpointing", "activation_checkpointing")
+    named = {name: getattr(args, name, None) for name in (*knobs, *NO_KNOBS)}
     given = [f"{name}={value}" for name, value in named.items() if value]
     if not given:
         return []
-    text = f"the plan decides {', '.join(given)}"
+    text = f"the plan decides {', '.join(given)}; the baseline "
+    text += "is a plain fp32 run without them" if read_setting(trainer) is None else "has them"
     few = [name for name in ("deepspeed", "fsdp") if named[name]]
     if few:
         size = global_batch_of(trainer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoplan.errors import WorkloadError
+from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.batch import move_batch
 from autoplan.strategies.workloads.devices import device_of, on_cpu
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss
@@ -45,6 +46,7 @@ from autoplan.strategies.workloads.loops.schedules import (
 )
 from autoplan.strategies.workloads.objects import workload_from_objects
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
+from autoplan.strategies.workloads.own_setting import PRECISIONS, compile_mode_of, own_setting
 from autoplan.strategies.workloads.padding import padding_words
 from autoplan.strategies.workloads.randomness import seeded
 from autoplan.strategies.workloads.workload import Workload
@@ -60,7 +62,9 @@ class LoopParts:
         loader: torch's.
         accumulation: Batches of the loader per optimizer step.
         known_accumulation: An Accelerator says so; False: it is taken to be 1.
-        mixed_precision: As the Accelerator was made; None: none, or no Accelerator.
+        mixed_precision: As the Accelerator or Fabric was made; None: neither is known.
+        compile_mode: Of torch.compile around the model; None: it is not compiled.
+        spread: Over several devices, by DataParallel or DDP.
     """
 
     model: nn.Module
@@ -69,6 +73,17 @@ class LoopParts:
     accumulation: int
     known_accumulation: bool
     mixed_precision: str | None
+    compile_mode: str | None
+    spread: bool
+
+    def own_setting(self, micro_batch: int) -> TrainingConfig | None:
+        """The setting that the loop has, as far as its parts show it; None: a part of it is no knob."""
+        return own_setting(
+            self.model,
+            micro_batch=micro_batch,
+            precision=None if self.spread else PRECISIONS.get(self.mixed_precision or "no"),
+            compile_mode=self.compile_mode,
+        )
 
 
 def read_loop(
@@ -136,7 +151,8 @@ def read_loop(
     if workload.build_schedule is not None:
         over = build_optimizer(trainable(parts.model))
         notes.append(interval_note(workload.build_schedule, over, schedule_interval, steps_per_epoch))
-    return dataclasses.replace(workload, notes=tuple(notes), taken_from="training loop")
+    own = parts.own_setting(facts.batch_size)
+    return dataclasses.replace(workload, notes=tuple(notes), taken_from="training loop", own_setting=own)
 
 
 def measured_workload(
@@ -230,13 +246,18 @@ def unwrap_loop(model: Any, optimizer: Any, dataloader: Any, *, accelerator: Any
     processes: Any = getattr(accelerator, "num_processes", None) or getattr(state_of_processes, "num_processes", None)
     _refuse_processes(int(processes or 1), dataloader, int(steps or 1))
     mixed = getattr(accelerator, "mixed_precision", None) or getattr(state_of_processes, "mixed_precision", None)
+    layers = list(_layers(model))
+    kinds = {type(layer).__name__ for layer in layers}
+    modes = (compile_mode_of(layer) for layer in layers)
     return LoopParts(
         model=unwrap_model(model),
         optimizer=inner,
         loader=check_loader(dataloader),
         accumulation=int(steps or 1),
         known_accumulation=steps is not None,
-        mixed_precision=None if mixed in (None, "no") else str(mixed),
+        mixed_precision=_fabric_precision(layers) if mixed is None else str(mixed),
+        compile_mode=next((mode for mode in modes if mode is not None), None),
+        spread=not kinds.isdisjoint(("DistributedDataParallel", "DataParallel")),
     )
 
 
@@ -246,17 +267,8 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     Raises:
         WorkloadError: its parameters are sharded.
     """
-    inner = model
-    while True:
-        kind = type(inner).__name__
-        if kind in ("DistributedDataParallel", "DataParallel"):
-            inner = inner.module  # type: ignore[assignment]
-        elif kind == "OptimizedModule" and isinstance(vars(inner).get("_modules", {}).get("_orig_mod"), nn.Module):
-            inner = inner._orig_mod  # type: ignore[assignment]
-        elif kind == "_FabricModule":
-            inner = inner._original_module  # type: ignore[assignment]
-        else:
-            break
+    inner = list(_layers(model))[-1]
+    kind = type(inner).__name__
     sharded = any(type(parameter).__name__ == "DTensor" for parameter in inner.parameters())
     if sharded or kind in ("FullyShardedDataParallel", "DeepSpeedEngine"):
         raise WorkloadError(
@@ -264,6 +276,30 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             hint="Hand in the model as it is before it is sharded; how it is sharded is what a plan says.",
         )
     return _without_mixed_precision(inner)
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """A model as it is wrapped, then what is inside of each wrapper, the user's own module last."""
+    inner: Any = model
+    while True:
+        yield inner
+        kind = type(inner).__name__
+        if kind in ("DistributedDataParallel", "DataParallel"):
+            inner = inner.module
+        elif kind == "OptimizedModule" and isinstance(vars(inner).get("_modules", {}).get("_orig_mod"), nn.Module):
+            inner = inner._orig_mod
+        elif kind == "_FabricModule":
+            inner = inner._original_module
+        else:
+            return
+
+
+def _fabric_precision(layers: list[nn.Module]) -> str | None:
+    """The precision of the Fabric that set a model up; None: none did."""
+    fabric = (layer for layer in layers if type(layer).__name__ == "_FabricModule")
+    strategies = (getattr(layer, "_strategy", None) for layer in fabric)
+    found = (getattr(getattr(strategy, "precision", None), "precision", None) for strategy in strategies)
+    return next((str(one) for one in found if one is not None), None)
 
 
 def _without_mixed_precision(model: nn.Module) -> nn.Module:
@@ -381,9 +417,23 @@ def _notes(parts: LoopParts, facts: LoaderFacts, workload: Workload, measured: l
         what = " and ".join(none[name] for name in missing)
         notes.append(f"the loop is taken to be one that {what}; else give {' and '.join(missing)}")
     notes += hooks_note(parts.optimizer, parts.model)
-    if parts.mixed_precision is not None:
-        notes.append(
-            f"the Accelerator's mixed_precision={parts.mixed_precision} is not taken over: precision is a knob of the "
-            f"plan, and the baseline is fp32. To keep it: fix={{'precision': '{parts.mixed_precision}'}}"
-        )
-    return notes
+    return [*notes, *_setting_notes(parts, size)]
+
+
+def _setting_notes(parts: LoopParts, size: int) -> list[str]:
+    """A sentence on the loop's own setting: what the baseline has of it, and what cannot be seen."""
+    own, mixed = parts.own_setting(size), parts.mixed_precision
+    if own is None:
+        said = "" if mixed in (None, "no") else f", mixed_precision={mixed} among them"
+        return [f"the loop has settings that no knob says{said}: the baseline is a plain fp32 run without them"]
+    if mixed is None:
+        return [
+            f"the baseline is the loop as its parts show it ({own.describe()}). Autocast around a step cannot be seen: "
+            "baseline={'precision': 'bf16'} says it"
+        ]
+    if own.precision == "fp32":
+        return []
+    return [
+        f"the baseline has mixed_precision={mixed}, as the loop; the plan may have another precision. To keep it: "
+        f"fix={{'precision': '{own.precision}'}}"
+    ]

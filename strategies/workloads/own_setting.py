@@ -1,0 +1,71 @@
+"""The setting that a training has now, as a reader sees it: the baseline of its search.
+
+In: the parts of a training. Out: a configuration, or None where a part of it is no knob or cannot be known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from autoplan.strategies.config import TrainingConfig, knob_values
+from autoplan.strategies.workloads.training_mode import own_checkpointing
+
+PRECISIONS = {"no": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "fp16": "fp16", "16-mixed": "fp16"}
+"""The knob's value for the mixed precision of Accelerate, and for the precision of Lightning and Fabric."""
+
+_MODES = {
+    (False, False): "default",
+    (True, False): "reduce-overhead",
+    (False, True): "max-autotune-no-cudagraphs",
+    (True, True): "max-autotune",
+}
+"""By what Inductor was told: record CUDA graphs, time kernels."""
+
+UNKNOWN = "unknown"
+"""The mode of a compiler that the knobs do not have."""
+
+
+def own_setting(
+    model: nn.Module,
+    *,
+    micro_batch: int,
+    precision: str | None,
+    checkpointed: bool = False,
+    compile_mode: str | None = None,
+) -> TrainingConfig | None:
+    """The setting of a training in one process; None: it has something that no knob says.
+
+    Args:
+        model: Its own checkpointing is a part of the setting.
+        micro_batch: Samples per forward.
+        precision: A value of the knob; None: another one.
+        checkpointed: Something beside the model has each block recomputed.
+        compile_mode: Of torch.compile around the whole model; None: it is not compiled.
+    """
+    modes = knob_values("compile_mode") or ()
+    if precision is None or (compile_mode is not None and compile_mode not in modes):
+        return None
+    knobs: dict[str, Any] = {"micro_batch": micro_batch, "precision": precision}
+    if checkpointed or own_checkpointing(model):
+        knobs["checkpointing"] = "full"
+    if compile_mode is not None:
+        knobs |= {"compile": "model", "compile_mode": compile_mode}
+    return TrainingConfig.model_validate(knobs)
+
+
+def compile_mode_of(model: nn.Module) -> str | None:
+    """The mode with which torch.compile, or the model's own compile(), compiled it whole; None: neither did.
+
+    torch keeps no mode, only the settings of Inductor that it stands for.
+    """
+    if type(model).__name__ == "OptimizedModule":
+        settings = getattr(getattr(model, "dynamo_ctx", None), "compiler_config", None)
+    elif (compiled := vars(model).get("_compiled_call_impl")) is not None:
+        settings = getattr(compiled, "get_compiler_config", lambda: None)()
+    else:
+        return None
+    if not isinstance(settings, dict):
+        return UNKNOWN  # of another backend
+    return _MODES[bool(settings.get("triton.cudagraphs")), bool(settings.get("max_autotune"))]
