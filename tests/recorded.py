@@ -19,7 +19,7 @@ from autoplan.planner.records.trials import (
     WorkLine,
 )
 from autoplan.planner.records.trust import Call
-from autoplan.planner.search.plan_maker import PLAIN_PARITY
+from autoplan.planner.search.session import PLAIN_PARITY
 from autoplan.probes.profile import Device, HardwareProfile, Host
 from autoplan.record import Reading
 from autoplan.strategies.analysis.training_facts import GroupFacts, TrainingFacts

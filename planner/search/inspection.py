@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanError, WorkloadError
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
-from autoplan.planner.search.references import with_own_setting
+from autoplan.planner.search.own_setting import with_own_setting
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
 from autoplan.strategies.config import DEGREES

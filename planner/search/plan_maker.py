@@ -21,7 +21,7 @@ from autoplan.planner.search.claim import compare, drift
 from autoplan.planner.search.device_hours import describe_used
 from autoplan.planner.search.objective import order
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, match_rounds, speed_ratio
-from autoplan.planner.search.session import NO_CHECK, Session
+from autoplan.planner.search.session import PLAIN_PARITY, Session
 from autoplan.planner.search.state import at_plain_pace_s
 from autoplan.planner.trace.input_benchmark import describe_input
 from autoplan.planner.trials.measure import Spread, core_spread, invert, ratio_interval
@@ -50,7 +50,7 @@ NOT_TRIED = {
 }
 
 
-UNCHECKED = NO_CHECK.model_copy(update={"passed": False, "finished": False, "note": "it was not checked"})
+UNCHECKED = PLAIN_PARITY.model_copy(update={"passed": False, "finished": False, "note": "it was not checked"})
 """Of a plan whose parity check the search had not come to."""
 
 

@@ -1,6 +1,6 @@
 """The references of a plan: the user's own setting, the plain run, and the setting of a careful person by hand.
 
-In: a `Session`, or what is known before there is one. Out: configurations; nothing runs here.
+In: a `Session`. Out: configurations; nothing runs here.
 """
 
 from __future__ import annotations
@@ -11,20 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autoplan.errors import ConfigError, UsageError
 from autoplan.planner.cost.columns import ConfigTable
-from autoplan.planner.records.baseline import YOURS
 from autoplan.planner.records.trials import Prediction
 from autoplan.planner.space.prune import memory_share_bytes
 from autoplan.planner.trials.request import VERY_EXPENSIVE_S
-from autoplan.strategies.analysis.facts import WorkloadFacts
-from autoplan.strategies.config import DEGREES, TrainingConfig
+from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.techniques.rules import incompatible
-from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from autoplan.planner.search.options import SearchOptions
     from autoplan.planner.search.session import Session
     from autoplan.planner.search.setup import SearchContext
 
@@ -32,58 +27,6 @@ MAX_HALVINGS = 4
 
 NEAR = 0.05
 """Predicted steps that differ by less than this share are the same to who chooses a micro-batch by hand."""
-
-
-def with_own_setting(facts: WorkloadFacts, options: SearchOptions) -> WorkloadSpec:
-    """The spec of a workload with the setting that its search starts from: as the user says it, else as it was read.
-
-    Knobs that the user does not name stay as they were read. What was read and cannot run here is left out, with a
-    note.
-
-    Raises:
-        ConfigError: the user's is not possible here.
-        UsageError: it lacks the micro-batch, and none is known.
-    """
-    spec, said = facts.spec, options.baseline
-    if said is None and spec.own_setting is None:
-        return spec
-    if said == "plain":
-        return spec.model_copy(update={"own_setting": None})
-    read = {} if spec.own_setting is None else spec.own_setting.knobs_off_default()
-    fixed = spec.options.get("fixed_micro_batch")
-    knobs = ({} if fixed is None else {"micro_batch": fixed}) | read | dict(said or {})
-    if "micro_batch" not in knobs:
-        raise UsageError(
-            f"--baseline names no micro_batch, and that of {spec.name} is not known",
-            hint=f"Name it too: --baseline micro_batch={spec.global_batch} where a step is one micro-batch.",
-        )
-    own = TrainingConfig.model_validate(knobs)
-    why = _why_not_here(own, facts)
-    if why is None:
-        return spec.model_copy(update={"own_setting": own})
-    if said is not None:
-        raise ConfigError(
-            f"the baseline {own.describe()} is not possible here: {why}",
-            hint="It is the setting that the training has now, in one process. --baseline plain: the plain fp32 run.",
-        )
-    note = f"{YOURS} ({own.describe()}) is not the baseline, since it is not possible here: {why}"
-    return spec.model_copy(update={"own_setting": None, "notes": (*spec.notes, note)})
-
-
-def _why_not_here(config: TrainingConfig, facts: WorkloadFacts) -> str | None:
-    """Why a configuration cannot run here in one process; None: it can, if it fits."""
-    offered = {choice.knob: choice for choice in facts.choices}
-    for knob, value in config.knobs_off_default().items():
-        if knob in DEGREES:
-            return f"{knob}={value} is of several processes, and a baseline runs in one"
-        choice = offered.get(knob)
-        if knob == "threads" or choice is None or value in choice.values:
-            continue
-        if knob == "micro_batch" and facts.spec.global_batch % value:
-            return f"micro_batch={value} does not divide the global batch of {facts.spec.global_batch}"
-        reasons = (left_out.reason for left_out in choice.left_out if left_out.value == value)
-        return f"{knob}={value}: {next(reasons, 'this workload does not offer it on this device')}"
-    return incompatible(config, facts.spec.global_batch)
 
 
 def plain_configs(session: Session) -> list[TrainingConfig]:
@@ -180,14 +123,10 @@ def what_would_fit(context: SearchContext) -> str:
 def hand_setting(session: Session) -> TrainingConfig | None:
     """The setting of a careful person: the predicted fastest of a few usual ones that should fit; None: none does.
 
-    None too where the baseline is the user's own setting, which is the one that a person chose.
-
     The micro-batch is a power of two: the smallest whose step is predicted within NEAR of the shortest, since a larger
     one takes more memory, and a longer look, for nothing. If there are several devices, the settings have DDP on all
     of them; if that does not fit, FSDP.
     """
-    if session.own_config is not None and session.own_config == session.plain_config:
-        return None
     devices, fitting = session.context.nproc, dict[TrainingConfig, float]()
     for spread in ("dp_replicate", "dp_shard"):
         settings = list(_usual_settings(session, spread))

@@ -58,7 +58,7 @@ OVERRUN = 0.05
 """A running trial is ended when it is this share of the budget past the budget; the whole search stays within 10 %."""
 
 
-NO_CHECK = Parity(
+PLAIN_PARITY = Parity(
     passed=True,
     tolerance=0.0,
     worst_gradient_difference=0.0,
@@ -68,8 +68,14 @@ NO_CHECK = Parity(
     global_batch=0,
     sequence_length=None,
     changes_numerics=False,
+    note="the plan is the plain run, with which a parity check compares: nothing was checked",
 )
-"""Of a plan that needs no parity check; its note says why."""
+"""Of a plan that is the plain run."""
+
+OWN_PARITY = PLAIN_PARITY.model_copy(
+    update={"note": f"the plan is {YOURS}, the training as it was: nothing was checked"}
+)
+"""Of a plan that is the user's own setting."""
 
 POLL_S = 0.5
 """Seconds between two looks at what other planners do."""
@@ -250,10 +256,7 @@ class Session:
         """The verdict on a configuration: of its check, or that it needs none; None: it was not checked."""
         if not self.is_given(config):
             return self.store.parity_of(config)
-        note = "the plan is the plain run, with which a parity check compares: nothing was checked"
-        if config == self.own_config:
-            note = f"the plan is {YOURS}, the training as it was: nothing was checked"
-        return NO_CHECK.model_copy(update={"note": note})
+        return OWN_PARITY if config == self.own_config else PLAIN_PARITY
 
     @property
     def best(self) -> Trial | None:

@@ -208,8 +208,11 @@ def near_configs(session: Session, config: TrainingConfig) -> list[TrainingConfi
 
 
 def _hand(session: Session, leader: CandidateRuns) -> Option | None:
-    """The look at the hand setting, once there is a leader to compare with it."""
-    if session.hand_is_known or leader.config == session.plain_config:
+    """The look at the hand setting, once there is a leader to compare with it.
+
+    None where the baseline is the user's own setting: that is the one that a person chose.
+    """
+    if session.hand_is_known or session.plain_config in (leader.config, session.own_config):
         return None
     config = session.hand_config or hand_setting(session)
     if config is None or config in session.elsewhere:

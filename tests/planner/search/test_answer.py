@@ -93,7 +93,7 @@ def test_a_time_that_had_room_for_the_baseline_alone_is_not_told_as_a_failure(tm
         run = run_of(store, 60.0)
         store.add(make_trial(0, make_plan().config, 1.0, purpose="baseline"))
         ended = nothing_ran(run, "time")
-    assert ended.status == "budget_ended" and "the plain baseline alone ran" in (ended.reason or "")
+    assert ended.status == "budget_ended" and "the baseline alone ran" in (ended.reason or "")
     assert "--budget 2m" in (ended.hint or "")
 
 

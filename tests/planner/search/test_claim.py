@@ -93,6 +93,7 @@ class Simulated(Session):
             seed=seed, allows=lambda config: True, wanted=None, max_trials=0, max_device_hours=None
         )
         self.options.wanted = SimpleNamespace(name="throughput")
+        self.context: Any = SimpleNamespace(spec=SimpleNamespace(own_setting=None))
         self.observer = SearchObserver()
         self.model: Any = SimpleNamespace(
             hangs_on_load=lambda config: False,
@@ -667,7 +668,7 @@ def test_a_further_run_may_take_four_times_the_longest_run_of_its_configuration(
 
 
 @pytest.mark.parametrize(
-    ("whose", "looks"), [("the plan's", (1.0, 2.0)), ("the plain run's", (0.5, 3.0)), ("", (0.5, 2.0))]
+    ("whose", "looks"), [("the plan's", (1.0, 2.0)), ("the baseline's", (0.5, 3.0)), ("", (0.5, 2.0))]
 )
 def test_rounds_that_differ_from_the_first_looks_say_whose_drifted(whose: str, looks: tuple[float, float]) -> None:
     trials = [

@@ -202,6 +202,14 @@ def test_a_single_look_that_is_near_stays_behind_those_that_ran_side_by_side():
 class WithBaseline:
     """What the plain run needs of a session; a run ends by the budget where it has less than 60 s."""
 
+    own_config = None
+
+    def run_words(self, config: TrainingConfig) -> str:
+        return "the plain run"
+
+    def is_given(self, config: TrainingConfig) -> bool:
+        return True
+
     def __init__(self, left_s: float, trials: tuple[Trial, ...] = ()) -> None:
         self.store = SimpleNamespace(trials=trials, spent_s=10.0)
         self.left_s, self.notes = left_s, []

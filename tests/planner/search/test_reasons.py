@@ -9,8 +9,9 @@ import pytest
 
 from autoplan.planner.records.trials import ClaimRounds, LeftOutFamily, Outcome, Parity, Trial, Window
 from autoplan.planner.search.claim import compare
-from autoplan.planner.search.plan_maker import PLAIN_PARITY, _alternatives, against, explain_choices, speed_words
+from autoplan.planner.search.plan_maker import _alternatives, against, explain_choices, speed_words
 from autoplan.planner.search.selection import CandidateRuns, collect_runs
+from autoplan.planner.search.session import PLAIN_PARITY
 from autoplan.planner.trials.measure import Spread
 from autoplan.strategies.config import TrainingConfig
 from tests import recorded
