@@ -80,6 +80,7 @@ class World:
         sd: Between runs of one configuration.
         width: The predictions' interval of 90 %, as a factor.
         check_s: Of a parity check. The search expects 15 s of one in this world, and it takes a third longer.
+        own: The setting that the training has now; None: it is not known.
         compile_s: Of a compilation with an empty cache.
         input_s: Of the data of a step, which runs do not wait for.
         passes: The verdict of a parity check; None: it does not come to its end.
@@ -98,6 +99,7 @@ class World:
     sd: float = 0.004
     width: float = 1.3
     check_s: float = 20.0
+    own: TrainingConfig | None = None
     compile_s: float = 20.0
     input_s: float = 0.0
     passes: Callable[[TrainingConfig], bool | None] = lambda config: True
@@ -236,7 +238,7 @@ def context_of(world: World) -> Any:
     values = {knob: tuple(dict.fromkeys(getattr(config, knob) for config in world.candidates)) for knob in KNOBS}
     estimator = world.estimates()
     return SimpleNamespace(
-        spec=make_plan().workload.model_copy(update={"global_batch": GLOBAL_BATCH}),
+        spec=make_plan().workload.model_copy(update={"global_batch": GLOBAL_BATCH, "own_setting": world.own}),
         hardware=make_hardware(),
         device="cpu",
         nproc=max(config.world_size for config in world.candidates),
