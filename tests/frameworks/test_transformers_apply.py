@@ -28,6 +28,7 @@ from autoplan.planner.plan.key_tables import pick_table
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import compiles_in_place, plan_values
 from autoplan.planner.records.loading import Loading
+from autoplan.report.facts import headline
 from autoplan.strategies.analysis.training_facts import read_training_facts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
@@ -377,6 +378,32 @@ def test_a_loader_that_ignores_the_plans_micro_batch_is_refused(tmp_path: Path) 
     trainer = llama_trainer(tmp_path, Follows)
     made, _ = apply(plan_for(trainer), trainer)
     assert made.get_train_dataloader().batch_size == 2
+
+
+def test_a_plan_that_is_the_users_setting_gives_the_users_arguments(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"bf16": True, "gradient_checkpointing": True, "per_device_train_batch_size": 2}
+    trainer = llama_trainer(tmp_path, **own)
+    read = autoplan.from_trainer(trainer).own_setting
+    assert read == TrainingConfig(micro_batch=2, precision="bf16", checkpointing="full")
+    made, said = apply(plan_for(trainer, **read.knobs_off_default()), trainer)
+    assert {name: getattr(made.args, name) for name in own} == own
+    assert made.args.gradient_accumulation_steps == trainer.args.gradient_accumulation_steps == 2
+    assert made.accelerator.mixed_precision == "bf16" and said == []
+
+
+@pytest.mark.slow
+def test_a_search_starts_from_the_trainers_own_setting(quick_searches: None, tmp_path: Path) -> None:
+    """A real one, which has no time for more than that setting and a look."""
+    own: dict[str, Any] = {"gradient_checkpointing": True, "per_device_train_batch_size": 2}
+    trainer = llama_trainer(tmp_path, **own)
+    given: dict[str, Any] = {"device": "cpu", "store": tmp_path / "store", "quiet": True, "fix": {"compile": "off"}}
+    plan = autoplan.search(trainer, budget=60, max_trials=2, **given)
+    assert plan.baseline.config == plan.workload.own_setting == TrainingConfig(micro_batch=2, checkpointing="full")
+    assert plan.has_own_baseline and plan.hand is None and plan.evidence[0].purpose == "baseline"
+    assert f"your setting ({plan.baseline.config.describe()})" in headline(plan)
+    as_it_was = plan.model_copy(update={"config": plan.baseline.config, "accumulation": 2}).sealed()
+    made, _ = apply(as_it_was, trainer)
+    assert {name: getattr(made.args, name) for name in own} == own and made.args.gradient_accumulation_steps == 2
 
 
 SCRIPT = """
