@@ -12,6 +12,7 @@ from typing import Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.baseline import run_words
 from autoplan.planner.records.plan_file import one_line
 
 CODING = "# -*- coding: utf-8 -*-"
@@ -77,6 +78,7 @@ def provenance_lines(plan: Plan) -> list[str]:
     samples = "sequences" if plan.workload.sequence_length else "samples"
     length = f" of {plan.workload.sequence_length} tokens" if plan.workload.sequence_length else ""
     environment = plan.environment
+    before = run_words(plan.baseline.config, plan.workload.own_setting, "the plain fp32 run", whole=True)
     return [
         f"{MADE_BY} {environment.autoplan} from a plan found on {plan.created} (study {plan.study}).",
         f"Workload: {plan.workload.name}, global batch {plan.workload.global_batch} {samples}{length}.",
@@ -84,7 +86,7 @@ def provenance_lines(plan: Plan) -> list[str]:
         + (f", transformers {environment.transformers}." if environment.transformers else "."),
         *([] if plan.nodes is None else [f"Nodes: {plan.nodes.describe()}."]),
         f"Measured there: {measured.tokens_per_s.median:.4g} {unit}/s ({measured.tokens_per_s.low:.4g} to "
-        f"{measured.tokens_per_s.high:.4g}), {plan.speedup.median:.3g} times the plain fp32 run "
+        f"{measured.tokens_per_s.high:.4g}), {plan.speedup.median:.3g} times {before} "
         f"({plan.speedup.low:.3g} to {plan.speedup.high:.3g}).",
         f"Configuration: {plan.config.describe()}; accumulation {plan.accumulation}.",
     ]

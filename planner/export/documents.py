@@ -22,6 +22,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             mode="json", include={"kind", "reference", "name", "sequence_length", "global_batch", "unit", "options"}
         ),
         "config": plan.config.model_dump(mode="json"),
+        "baseline": plan.baseline.config.model_dump(mode="json"),
         "accumulation": plan.accumulation,
         "world_size": plan.config.world_size,
         "measured": {
@@ -29,7 +30,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             "step_time_s": measured.step_time_s.model_dump(mode="json"),
             "peak_memory_bytes": measured.peak_memory_bytes,
             "mfu": measured.mfu,
-            "speedup_over_plain_fp32": plan.speedup.model_dump(mode="json"),
+            "speedup_over_baseline": plan.speedup.model_dump(mode="json"),
         },
         "hardware": {
             "device": plan.hardware.device(plan.device).name,

@@ -275,9 +275,8 @@ class SearchOptions(BaseModel):
         Flag(SEARCH, "KNOB=VALUE,...", everyday=False, in_python='Knobs as in `fix`, or "plain".'),
     ] = Field(
         default=None,
-        description="The setting that the training has now, which the plan is compared with: "
-        "precision=bf16,micro_batch=4, or plain for a plain fp32 run. Default: as it is read of a Trainer or a loop, "
-        "else plain.",
+        description="Your setting, which plans are compared with: precision=bf16,micro_batch=4; or plain: the plain "
+        "fp32 run. Default: as read of a Trainer or loop.",
     )
     device: Annotated[DeviceName | None, Flag(SEARCH, "DEVICE", "cuda or cpu")] = Field(
         default=None, description="cuda or cpu. Default: cuda if the machine has a GPU."
