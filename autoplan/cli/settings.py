@@ -98,7 +98,8 @@ def _values(file: str, name: str, table: Any, command: Any) -> dict[str, Any]:
                 hint=f"Did you mean {near}?" if near else f"autoplan {name} --help lists its options.",
             )
         if isinstance(value, dict):
-            value = [f"{knob}={one}" for knob, one in value.items()]
+            texts = [f"{knob}={one}" for knob, one in value.items()]
+            value = texts if option.multiple else ",".join(texts)
         elif option.multiple and not isinstance(value, list):
             value = [value]
         values[str(option.name)] = value

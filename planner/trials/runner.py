@@ -76,7 +76,8 @@ MEASURED = ("items_per_step", "method", "parts_s", "samples_s", "loss", "first_l
 """Of the first good rank's answer, as they are; its times are those of the slowest rank."""
 
 LOSS_TOLERANCES = {"fp32": 2e-3, "tf32": 1e-2, "bf16": 2e-2, "fp16": 1e-2}
-"""Relative differences that pass, by precision. Wide: it says which trial to look at; the parity check decides."""
+"""Relative differences that pass, by the coarser precision of two. Wide: they say which trial to look at; the parity
+check decides."""
 
 LOSS_SPREADS = 10.0
 """Standard deviations that pass beside them, where dropout makes the loss random: they come from about four values."""
@@ -659,7 +660,8 @@ def is_off(trial: Trial, baseline: Trial) -> bool:
         return False
     squares = copies * _squares(one) + base_copies * _squares(other)
     deviation = math.sqrt(squares / freedom * (1 / (copies * len(one)) + 1 / (base_copies * len(other))))
-    allowed = LOSS_TOLERANCES[trial.config.precision] * abs(statistics.fmean(other)) + LOSS_SPREADS * deviation
+    rounding = max(LOSS_TOLERANCES[run.config.precision] for run in (trial, baseline))
+    allowed = rounding * abs(statistics.fmean(other)) + LOSS_SPREADS * deviation
     return abs(statistics.fmean(one) - statistics.fmean(other)) > allowed
 
 

@@ -116,6 +116,7 @@ WRONG: dict[str, tuple[Any, type[Exception]]] = {
     "max_device_hours": (0.0, UsageError),
     "fix": ({"precison": "bf16"}, ConfigError),
     "bound": ({"precision": ["fp32", "int2"]}, ConfigError),
+    "baseline": ({"micro_batch": 0}, ConfigError),
     "device": ("tpu", UsageError),
     "memory_limit": ("120%", UsageError),
     "nproc": (0, UsageError),

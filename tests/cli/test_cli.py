@@ -227,6 +227,12 @@ def test_a_settings_file_gives_a_repeated_option(cli, tmp_path: Path, value: str
     assert "precision='int3' is not a value" in cli("search", "--model", "gpt2").err
 
 
+@pytest.mark.parametrize("value", ["'micro_batch=2,precision=int3'", "{micro_batch = 2, precision = 'int3'}"])
+def test_a_settings_file_gives_several_knobs_in_one_text(cli, tmp_path: Path, value: str) -> None:
+    (tmp_path / "autoplan.toml").write_text(f"[search]\nbaseline = {value}")
+    assert "precision='int3' is not a value" in cli("search", "--model", "gpt2").err
+
+
 def test_a_shell_completes_commands_options_and_values(tmp_path: Path) -> None:
     def complete(words: str) -> str:
         place = str(len(words.split(" ")) - 1)

@@ -63,7 +63,7 @@ def test_a_search_its_record_and_what_is_done_with_its_plan(command: Any, folder
         assert not trial["resumed"]
         if trial["outcome"] == "ok":
             assert set(trial["tokens_per_s"]) == {"median", "low", "high", "samples"}
-    assert found["baseline"]["config"]["precision"] == "fp32"
+    assert found["baseline"]["config"]["precision"] == "fp32" and found["baseline_is_your_setting"] is False
     assert all({"family", "limit", "by"} <= set(family) for family in found["left_out"])
     plan = Plan.load(folder / "plan.json")
     assert plan == Plan.model_validate(found["plan"]) and plan.parity.passed
@@ -96,6 +96,12 @@ def test_a_dry_run_runs_nothing(command: Any, folder: Path) -> None:
     done = command("search", *WORKLOAD, "--dry-run", "--store", "dry", "--out", "dry.json")
     assert "configurations; the" in done.out and "dry run" in done.err
     assert not (folder / "dry.json").exists() and not (folder / "dry").exists()
+
+
+def test_a_baseline_that_is_not_possible_is_refused_before_anything_is_measured(command: Any) -> None:
+    done = command("search", *WORKLOAD, "--store", "refused", "--baseline", "micro_batch=3,precision=bf16", code=2)
+    assert "micro_batch=3 does not divide the global batch of 8" in done.err and "--baseline plain" in done.err
+    assert "space:" not in done.err and "tracing" not in done.err
 
 
 def test_a_limit_in_which_nothing_fits_ends_with_3(command: Any) -> None:

@@ -15,6 +15,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
+from autoplan.cli.search_result import next_step
 from autoplan.errors import UsageError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.plan import Choice, HandSetting, broken_rules
@@ -470,6 +471,31 @@ def test_a_plan_without_a_gain_says_so_first() -> None:
     page.feed(render_page(plan))
     assert "no gain found in 8 m: the plan is the plain run." in page.text and "1.00 x" not in page.text
     assert "nothing was checked." in page.text and "time: setup 15 s" in page.text
+
+
+def test_no_screen_calls_the_users_setting_the_plain_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its knobs are said once on a screen: in the first line."""
+    plan = make_plan()
+    own = plan.baseline.config
+    claim = Claim(claimed=True, rounds=2, spread=0.02, spread_repeats=0, chosen_from=3)
+    spec = plan.workload.model_copy(update={"own_setting": own})
+    plan = plan.model_copy(update={"workload": spec, "claim": claim, "ledger": make_ledger(plan.config, own)})
+    text = facts.headline(plan)
+    assert f"the speed of your setting ({own.describe()})" in text and "hand setting" not in text
+    assert f" times (3.10 to 3.30) your setting ({own.describe()})" in facts.headline_clause(plan)
+    plan.show()
+    shown = capsys.readouterr().out
+    assert "baseline (yours)" in shown and shown.count("your setting (") == 1 and "plain run" not in shown
+    page = re.sub(r"<style>.*?</style>", "", render_page(plan), flags=re.DOTALL)
+    words = " ".join(re.findall(r">([^<]*)<", page))
+    assert "over your setting" in words and "blue: yours" in words and "plain" not in words
+    alone = plan.model_copy(update={"config": own, "accumulation": 8})
+    assert next_step(alone, "plan.json") == "nothing to apply: the plan is your setting"
+    stand_in = spec.model_copy(update={"own_setting": TrainingConfig(micro_batch=16, precision="bf16")})
+    lost = plan.model_copy(update={"workload": stand_in})
+    assert "the plain baseline (your setting does not run here)" in facts.headline(lost)
+    assert "the hand setting was not looked at" in facts.headline(lost)
+    assert "plan.prepare" in next_step(lost.model_copy(update={"config": own, "accumulation": 8}), "plan.json")
 
 
 def test_the_end_screen_has_one_line_of_the_ledger() -> None:

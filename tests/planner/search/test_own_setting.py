@@ -15,6 +15,7 @@ from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.own_setting import with_own_setting
 from autoplan.planner.search.references import plain_configs
 from autoplan.planner.search.run import _baseline_of
+from autoplan.planner.store.store import study_identity
 from autoplan.report import facts, pieces
 from autoplan.strategies.analysis.facts import Choices, LeftOut, WorkloadFacts
 from autoplan.strategies.config import TrainingConfig
@@ -111,6 +112,9 @@ def test_another_baseline_is_another_study() -> None:
     assert of(None, OWN) == {"micro_batch": 2, "precision": "bf16", "checkpointing": "full"}
     assert of({"micro_batch": 4}, OWN) == of(None, OWN) | {"micro_batch": 4}
     assert of("micro_batch=4") == {"micro_batch": 4}
+    asked: dict[str, Any] = {"device": "cpu", "fix": {}, "bound": {}, "nproc": 1, "memory_limit_bytes": None}
+    studies = {study_identity(SPEC, "here", **asked, baseline=one) for one in (None, {"micro_batch": 2}, of(None, OWN))}
+    assert len(studies) == 3
 
 
 # What a search makes of it.

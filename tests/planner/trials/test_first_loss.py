@@ -46,6 +46,12 @@ def test_compared_within_the_spread(losses, base, knobs, off):
     assert Trial.model_validate_json(marked.model_dump_json()).loss_differs is off
 
 
+def test_a_trial_in_fp32_may_differ_from_a_baseline_in_bf16_by_its_rounding():
+    baseline = trial(1, (3.0, 3.0, 3.0), precision="bf16")
+    assert not is_off(trial(2, (3.02,)), baseline)
+    assert is_off(trial(2, (3.1,)), baseline)
+
+
 def test_the_baseline_is_not_compared_with_itself():
     baseline = trial(1, (3.0, 4.0))
     assert with_first_loss_compared(baseline, baseline) is baseline
