@@ -79,7 +79,7 @@ def main() -> None:
     plan = autoplan.current_plan() or autoplan.search(
         model, optimizer, loader, loss, max_grad_norm=1.0, budget=options.budget, out="plan.json"
     )
-    print(f"plan: {plan.config.describe()}, {plan.speedup.median:.2f} times the plain run")
+    print(f"plan: {plan.config.describe()}, {plan.speedup.median:.2f} times the baseline")
     run, loader = plan.apply_to(model, optimizer, loader, loss, max_grad_norm=1.0)  # a loader with the step's batch
     with autoplan.watch(plan) as watch:
         for epoch in range(options.epochs):

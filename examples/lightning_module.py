@@ -78,7 +78,7 @@ def main() -> None:
     plan = autoplan.current_plan() or autoplan.search(
         module, loader, trainer=trainer, budget=options.budget, out="plan.json"
     )
-    print(f"plan: {plan.config.describe()}, {plan.speedup.median:.2f} times the plain run")
+    print(f"plan: {plan.config.describe()}, {plan.speedup.median:.2f} times the baseline")
 
     settings = plan.apply_to(module, loader, trainer=trainer)  # the module is changed where the plan says so
     loader = DataLoader(data, batch_size=settings.batch_size, shuffle=True, drop_last=True)

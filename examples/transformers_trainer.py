@@ -67,7 +67,7 @@ def main() -> None:
 
     trainer = make_trainer(options.width, options.steps)
     plan = autoplan.current_plan() or autoplan.search(trainer, budget=options.budget, out="plan.json")
-    print(f"plan: {plan.config.describe()}, {plan.speedup.median:.2f} times the plain run")
+    print(f"plan: {plan.config.describe()}, {plan.speedup.median:.2f} times the baseline")
 
     trainer = plan.apply_to(trainer)
     watch = autoplan.TransformersWatch(plan).add_to(trainer)

@@ -208,5 +208,5 @@ def test_trainers_and_loops_are_searched_and_trained(tmp_path: Path, name: str, 
     pytest.importorskip(needs)
     length = ["--steps", "12"] if name.startswith("tr") else ["--epochs", "1"]
     said = run(tmp_path, str(EXAMPLES / f"{name}.py"), "--width", "32", "--budget", "60s", *length)
-    assert "times the plain run" in said and (tmp_path / "plan.json").is_file()
+    assert "times the baseline" in said and (tmp_path / "plan.json").is_file()
     assert "trained: 12 steps" in said or "trained: 64 steps" in said or "epoch 1: loss" in said

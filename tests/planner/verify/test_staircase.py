@@ -28,7 +28,7 @@ from autoplan.planner.verify.climb import ALL_MEASURED, BUDGET_ENDED, ROUNDS, Cl
 from autoplan.planner.verify.stairs import OF_SEARCH, Changes, Effect, Staircase, interactions, is_good, merge_steps
 from autoplan.processes import Ended
 from autoplan.report.html import render_page
-from autoplan.report.staircase import part_rows, remarks, sign, step_rows
+from autoplan.report.staircase import headline, part_rows, remarks, sign, step_rows, title
 from autoplan.strategies.config import PLAIN, TrainingConfig
 from autoplan.strategies.techniques.rules import incompatible
 from tests.recorded import make_hardware, make_plan, make_trial
@@ -374,6 +374,21 @@ def test_the_tables_fit_80_columns_and_the_page_has_the_bars(measured: Measured,
     page = render_page(make_plan(END), found)
     assert page.count('class="bar') > 5 and "Each technique alone, and the plan without it" in page
     assert "a step at a time" not in render_page(make_plan(END))
+
+
+def test_it_begins_at_the_users_own_setting(measured: Measured) -> None:
+    _, plain, _ = measured
+    plan = make_plan(END)
+    own = plan.baseline.config
+    plan = plan.model_copy(update={"workload": plan.workload.model_copy(update={"own_setting": own})})
+    assert begin(plan, make_hardware(), own, 60.0).own_setting == own == plain.start
+    found = plain.model_copy(update={"own_setting": own})
+    assert title(found) == "From your setting to the plan, a step at a time"
+    assert "the speed of your setting in" in headline(found)
+    assert step_rows(found).rows[0][0].strip() == "your setting"
+    assert title(plain) == "From the plain run to the plan, a step at a time"
+    with pytest.raises(autoplan.UsageError, match="the plan is your setting, so there is no step"):
+        begin(plan.model_copy(update={"config": own}), make_hardware(), own, 60.0)
 
 
 def test_a_plain_plan_has_no_step() -> None:
