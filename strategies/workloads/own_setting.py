@@ -32,7 +32,7 @@ def own_setting(
     *,
     micro_batch: int,
     precision: str | None,
-    checkpointed: bool = False,
+    checkpointing: str = "none",
     compile_mode: str | None = None,
 ) -> TrainingConfig | None:
     """The setting of a training in one process; None: it has something that no knob says.
@@ -41,18 +41,17 @@ def own_setting(
         model: Its own checkpointing is a part of the setting.
         micro_batch: Samples per forward.
         precision: A value of the knob; None: another one.
-        checkpointed: Something beside the model has each block recomputed.
+        checkpointing: What something beside the model has recomputed.
         compile_mode: Of torch.compile around the whole model; None: it is not compiled.
     """
-    modes = knob_values("compile_mode") or ()
-    if precision is None or (compile_mode is not None and compile_mode not in modes):
-        return None
-    knobs: dict[str, Any] = {"micro_batch": micro_batch, "precision": precision}
-    if checkpointed or own_checkpointing(model):
-        knobs["checkpointing"] = "full"
+    if checkpointing == "none" and own_checkpointing(model):
+        checkpointing = "full"
+    knobs: dict[str, Any] = {"precision": precision, "checkpointing": checkpointing}
     if compile_mode is not None:
         knobs |= {"compile": "model", "compile_mode": compile_mode}
-    return TrainingConfig.model_validate(knobs)
+    if any(value not in (knob_values(knob) or ()) for knob, value in knobs.items()):
+        return None
+    return TrainingConfig.model_validate(knobs | {"micro_batch": micro_batch})
 
 
 def compile_mode_of(model: nn.Module) -> str | None:

@@ -26,6 +26,11 @@ from tests.strategies.tiny_trainers import llama_trainer
     [
         ({}, {}),
         ({"bf16": True, "gradient_checkpointing": True}, {"precision": "bf16", "checkpointing": "full"}),
+        (
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+            {"checkpointing": "every_2"},
+        ),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 7}}, None),
         ({"torch_compile": True}, {"compile": "model"}),
         (
             {"torch_compile": True, "torch_compile_mode": "reduce-overhead"},

@@ -123,9 +123,18 @@ def read_setting(trainer: Any) -> TrainingConfig | None:
         trainer.model,
         micro_batch=int(trainer._train_batch_size),
         precision=PRECISIONS.get(mixed) if mixed != "no" else "tf32" if args.tf32 else "fp32",
-        checkpointed=any(getattr(args, f"{what}_checkpointing", False) for what in ("gradient", "activation")),
+        checkpointing=_checkpointing(args),
         compile_mode=(args.torch_compile_mode or "default") if compiles else None,
     )
+
+
+def _checkpointing(args: Any) -> str:
+    """What the arguments have recomputed, in the words of the knob; versions differ in the name."""
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        if getattr(args, name, False):
+            every = (getattr(args, f"{name}_kwargs", None) or {}).get("every_n_layers", 1)
+            return "full" if every == 1 else f"every_{every}"
+    return "none"
 
 
 def make_optimizer(trainer: Any) -> torch.optim.Optimizer:
