@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoplan.errors import DidNotRunError, NoFeasiblePlanError, WorkloadError
-from autoplan.planner.records.baseline import YOURS
+from autoplan.planner.records.baseline import YOURS, is_plain_run
 from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Prediction, Purpose, Trial
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.objective import best_trial, to_beat
@@ -82,10 +82,9 @@ def run_baseline(session: Session, work: Work) -> None:
         BudgetOver: the budget ended before it was measured.
         NoFeasiblePlanError: none of them runs, and what would fit.
     """
-    own, lost = session.own_config, ""
+    own = session.own_config
     for config in plain_configs(session):
-        named = f"{session.run_words(config)}, {config.describe()}"
-        session.observer.on_phase("baseline", f"{lost} does not run here; {named}, in its place" if lost else named)
+        session.observer.on_phase("baseline", f"{session.run_words(config)}, {config.describe()}")
         deadline_s = session.hard_deadline_s(0.0)
         if _has_verdict(session, "baseline", config, deadline_s):
             continue
@@ -97,12 +96,13 @@ def run_baseline(session: Session, work: Work) -> None:
             return
         if trial.did_not_run:
             raise DidNotRunError(f"{session.run_words(config)}, with which all others are compared: {trial.reason}")
-        if trial.outcome is Outcome.CRASHED and trial.detail == WORKLOAD:
+        may_be_technique = config == own and not is_plain_run(config)  # the workload itself may be sound
+        if trial.outcome is Outcome.CRASHED and trial.detail == WORKLOAD and not may_be_technique:
             raise WorkloadError(
                 trial.reason or "the workload cannot be used", hint="Repair the workload, then search again."
             )
-        lost = session.run_words(config)
-        if trial.budget_ended or (config != own and trial.outcome not in (Outcome.OUT_OF_MEMORY, Outcome.TIMEOUT)):
+        too_large = trial.outcome in (Outcome.OUT_OF_MEMORY, Outcome.TIMEOUT)
+        if trial.budget_ended or not (too_large or may_be_technique):
             break
     last = next(trial for trial in reversed(session.store.trials) if trial.purpose == "baseline")
     if last.budget_ended:

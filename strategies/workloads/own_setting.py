@@ -23,6 +23,9 @@ _MODES = {
 }
 """By what Inductor was told: record CUDA graphs, time kernels."""
 
+NOT_KNOWN = "no knobs say your setting: baseline= does, if it is to be compared with"
+"""For a note of a training that has something besides."""
+
 UNKNOWN = "unknown"
 """The mode of a compiler that the knobs do not have."""
 

@@ -148,7 +148,7 @@ def test_of_a_loop_with_accelerate(mixed: str, precision: Any) -> None:
     finally:
         accelerate.state.AcceleratorState._reset_state(True)
     assert found.own_setting == TrainingConfig(micro_batch=8, precision=precision)
-    assert any("the baseline has mixed_precision=bf16" in note for note in found.notes) == (mixed == "bf16")
+    assert any("your setting has mixed_precision=bf16" in note for note in found.notes) == (mixed == "bf16")
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"])

@@ -28,7 +28,7 @@ from autoplan.strategies.workloads.loops.loop import measured_workload
 from autoplan.strategies.workloads.loops.mean_loss import LossMean
 from autoplan.strategies.workloads.loops.schedules import Stepped, at_the_start, read_schedule
 from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
-from autoplan.strategies.workloads.own_setting import PRECISIONS, compile_mode_of, own_setting
+from autoplan.strategies.workloads.own_setting import NOT_KNOWN, PRECISIONS, compile_mode_of, own_setting
 from autoplan.strategies.workloads.user_errors import users_call
 from autoplan.strategies.workloads.workload import Workload
 
@@ -482,11 +482,8 @@ def _notes(module: Any, trainer: Any) -> list[str]:
         return notes
     precision = str(getattr(trainer, "precision", "32-true"))
     if precision != "32-true":
-        baseline = "has it" if read_setting(module, trainer, 1) is not None else "is a plain fp32 run"
-        notes.append(
-            f"the Trainer's precision={precision} is a knob of the plan: parameters stay fp32, and the baseline "
-            f"{baseline}"
-        )
+        yours = NOT_KNOWN if read_setting(module, trainer, 1) is None else "your setting has it"
+        notes.append(f"the Trainer's precision={precision} is a knob of the plan, whose parameters stay fp32; {yours}")
     changing = [type(one).__name__ for one in trainer.callbacks if type(one).__name__ in CHANGING_CALLBACKS]
     if changing:
         notes.append(

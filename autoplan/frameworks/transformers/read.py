@@ -27,7 +27,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loops.batches import OrderedBatches, batches_in_form, collated, fetch
 from autoplan.strategies.workloads.loops.schedules import at_the_start, same_schedule
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
-from autoplan.strategies.workloads.own_setting import PRECISIONS, own_setting
+from autoplan.strategies.workloads.own_setting import NOT_KNOWN, PRECISIONS, compile_mode_of, own_setting
 from autoplan.strategies.workloads.randomness import generators_kept
 from autoplan.strategies.workloads.workload import Workload
 
@@ -124,7 +124,7 @@ def read_setting(trainer: Any) -> TrainingConfig | None:
         micro_batch=int(trainer._train_batch_size),
         precision=PRECISIONS.get(mixed) if mixed != "no" else "tf32" if args.tf32 else "fp32",
         checkpointing=_checkpointing(args),
-        compile_mode=(args.torch_compile_mode or "default") if compiles else None,
+        compile_mode=(args.torch_compile_mode or "default") if compiles else compile_mode_of(trainer.model),
     )
 
 
@@ -428,15 +428,15 @@ def _what_does_not_run(trainer: Any) -> list[str]:
 
 
 def _overridden(trainer: Any) -> list[str]:
-    """Sentences on the arguments that a plan decides instead, and on whether the search starts from them."""
+    """Sentences on the arguments that a plan decides instead, and on whether they are known as your setting."""
     args = trainer.args
     knobs = ("bf16", "fp16", "tf32", "torch_compile", "gradient_checkpointing", "activation_checkpointing")
     named = {name: getattr(args, name, None) for name in (*knobs, *NO_KNOBS)}
     given = [f"{name}={value}" for name, value in named.items() if value]
     if not given:
         return []
-    text = f"the plan decides {', '.join(given)}; the baseline "
-    text += "is a plain fp32 run without them" if read_setting(trainer) is None else "has them"
+    text = f"the plan decides {', '.join(given)}; "
+    text += NOT_KNOWN if read_setting(trainer) is None else "your setting has them"
     few = [name for name in ("deepspeed", "fsdp") if named[name]]
     if few:
         size = global_batch_of(trainer)

@@ -46,7 +46,7 @@ from autoplan.strategies.workloads.loops.schedules import (
 )
 from autoplan.strategies.workloads.objects import workload_from_objects
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
-from autoplan.strategies.workloads.own_setting import PRECISIONS, compile_mode_of, own_setting
+from autoplan.strategies.workloads.own_setting import NOT_KNOWN, PRECISIONS, compile_mode_of, own_setting
 from autoplan.strategies.workloads.padding import padding_words
 from autoplan.strategies.workloads.randomness import seeded
 from autoplan.strategies.workloads.workload import Workload
@@ -421,19 +421,18 @@ def _notes(parts: LoopParts, facts: LoaderFacts, workload: Workload, measured: l
 
 
 def _setting_notes(parts: LoopParts, size: int) -> list[str]:
-    """A sentence on the loop's own setting: what the baseline has of it, and what cannot be seen."""
+    """A sentence on the loop's own setting: what is known of it, and what cannot be seen."""
     own, mixed = parts.own_setting(size), parts.mixed_precision
     if own is None:
-        said = "" if mixed in (None, "no") else f", mixed_precision={mixed} among them"
-        return [f"the loop has settings that no knob says{said}: the baseline is a plain fp32 run without them"]
+        return [NOT_KNOWN if mixed in (None, "no") else f"mixed_precision={mixed}: {NOT_KNOWN}"]
     if mixed is None:
         return [
-            f"the baseline is the loop as its parts show it ({own.describe()}). Autocast around a step cannot be seen: "
+            f"your setting is what the loop's parts show ({own.describe()}). Autocast around a step cannot be seen: "
             "baseline={'precision': 'bf16'} says it"
         ]
     if own.precision == "fp32":
         return []
     return [
-        f"the baseline has mixed_precision={mixed}, as the loop; the plan may have another precision. To keep it: "
+        f"your setting has mixed_precision={mixed}; the plan may have another precision. To keep it: "
         f"fix={{'precision': '{own.precision}'}}"
     ]
