@@ -16,6 +16,7 @@ from autoplan.planner.search.own_setting import with_own_setting
 from autoplan.planner.search.references import plain_configs
 from autoplan.planner.search.run import _baseline_of
 from autoplan.planner.store.store import study_identity
+from autoplan.planner.trials.runner import WORKLOAD
 from autoplan.report import facts, pieces
 from autoplan.strategies.analysis.facts import Choices, LeftOut, WorkloadFacts
 from autoplan.strategies.config import TrainingConfig
@@ -162,8 +163,9 @@ def test_it_is_tried_first_and_the_plain_run_stands_in(searches: Searches) -> No
     assert "the plain baseline (your setting does not run here)" in facts.headline(plan)
 
 
-def test_one_that_fails_is_no_end_of_the_search(searches: Searches) -> None:
-    crashed = {"outcome": Outcome.CRASHED, "reason": "the compiler failed"}
+@pytest.mark.parametrize("detail", [None, WORKLOAD])
+def test_one_that_fails_is_no_end_of_the_search(searches: Searches, detail: str | None) -> None:
+    crashed = {"outcome": Outcome.CRASHED, "reason": "the compiler failed", "detail": detail}
     found = searches.search(World(own=OWN, fate=lambda order, before: crashed if order.config == OWN else None))
     assert found.result.plan is not None and found.result.plan.baseline.config == PLAIN
 
