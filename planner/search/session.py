@@ -34,7 +34,6 @@ from autoplan.planner.search.next_work import EndedBy, Work
 from autoplan.planner.search.objective import best_trial, contenders
 from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
-from autoplan.planner.search.references import plain_configs
 from autoplan.planner.search.selection import (
     CandidateRuns,
     collect_runs,
@@ -192,9 +191,8 @@ class Session:
             if base.config == self.own_config != plain:
                 step_s *= self.predict(plain).step_time_s / self.predict(base.config).step_time_s
         else:
-            tried = plain_configs(self)
-            plain = next((config for config in tried if is_plain_run(config)), tried[0])
-            step_s, optimizer_s = self.predict(plain).step_time_s, 0.0
+            largest = max(self.context.space.values["micro_batch"])  # one of one sample may be bound by launches
+            step_s, optimizer_s = self.predict(TrainingConfig(micro_batch=largest)).step_time_s, 0.0
         return ModelCost(
             sequence_length=spec.sequence_length,
             parameters=profile.trainable,
