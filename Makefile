@@ -1,6 +1,6 @@
 # make install: a virtual environment in .venv, with the versions of constraints.txt
 # make search: a virtual environment, the install, and a plan for GPT-2 on this machine
-# make test:   the same environment, the linters and all the tests (what CI runs)
+# make test:   the same environment, the linters and most of the tests (what CI runs)
 # make quick:  the same without the slow tests
 # make test-all: what `make test` leaves out because others are like it: about two hours
 # make test-timing: the tests that compare measured times, on an idle machine

@@ -222,6 +222,36 @@ def test_the_check_of_lines_sees_a_long_one() -> None:
     assert [number for number, line in prose(text) if len(line) > MAX_COLUMNS] == [1]
 
 
+def broken_tables(text: str) -> list[int]:
+    """The numbers of lines that begin a table, and are shown as text: the next line is not its |---|."""
+    code = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+    lines = ["", *code.sub(lambda block: "\n" * block[0].count("\n"), text).splitlines(), ""]
+    first = [n for n in range(1, len(lines)) if lines[n].startswith("|") and not lines[n - 1].startswith("|")]
+    return [n for n in first if not re.fullmatch(r"[|:\- ]*-[|:\- ]*", lines[n + 1])]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_looks_like_a_table_is_one(page: Path) -> None:
+    assert not broken_tables(page.read_text())
+
+
+def test_the_check_of_tables_sees_one_that_a_blank_line_ends() -> None:
+    assert broken_tables("| a | b |\n| --- | --- |\n| 1 | 2 |\n\n| 3 | 4 |\n| 5 | 6 |\n") == [5]
+    assert broken_tables("```\n| a |\n```\n|a|\n|---|\n") == []
+
+
+def test_a_program_that_searches_and_applies_a_plan_keeps_it() -> None:
+    """A plan for several ranks is applied by another program, which loads it."""
+    programs = [
+        (name_of(page), block)
+        for page in PAGES
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        if "autoplan.search(" in block and "plan.apply_to(" in block
+    ]
+    assert len(programs) >= 3
+    assert not [name for name, block in programs if "out=" not in block]
+
+
 def test_the_tutorial_shows_the_example_as_it_is() -> None:
     example = (ROOT / "examples" / "tutorial.py").read_text()
     for block in re.findall(r"^```python\n(.*?)^```", (DOCS / "tutorial.md").read_text(), re.DOTALL | re.MULTILINE):
