@@ -355,6 +355,8 @@ class Answer(Record):
     """The key of what was removed when the script ended."""
     error: str | None = None
     line: str | None = None
+    offline: bool = False
+    """The script failed since the Hugging Face Hub is offline."""
     seconds: float = 0.0
     refused: tuple[str, ...] = ()
     """What the script wanted to write and could not."""

@@ -37,6 +37,8 @@ LEAST_RUN_S = 5.0
 MEMORY_SHARE = 0.8
 
 ONLY_SEEN = "Only steps of torch.optim in the main thread of the first process are seen."
+TRAINS = "See that it trains by itself"
+OFFLINE_MEND = "A diagnosis has the Hugging Face Hub offline. Run it once by itself: then the cache has what it loads."
 
 RANK_TEXTS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of torchrun; a script that misses one says its name."""
@@ -284,7 +286,7 @@ class _Runs:
             ranks = "It was run as its only rank. Give it more: --nproc 2." if self.request.one_rank else None
             return WorkloadError(
                 f"{name} failed {few}: {_at(found)}{said}",
-                hint=ranks or "See that it trains by itself: python, its name and its arguments.",
+                hint=OFFLINE_MEND if found.offline else ranks or f"{TRAINS}: python, its name and its arguments.",
             )
         if found.how == "ended" and found.rank is not None:
             return WorkloadError(f"{name}: {_uneven_end(found)}", hint=UNEVEN_MEND)
@@ -300,7 +302,7 @@ class _Runs:
                 hint=f"Give a larger --budget. {ONLY_SEEN}",
             )
         if report.ended is not Ended.FINISHED:
-            return WorkloadError(f"{name} was ended: {report.describe()}", hint="See that it trains by itself.")
+            return WorkloadError(f"{name} was ended: {report.describe()}", hint=f"{TRAINS}.")
         return WorkloadError(
             f"{name} ended {few}",
             hint=f"Give it the arguments with which it trains, after --. {ONLY_SEEN}",
@@ -321,10 +323,8 @@ def _read_answer(report: ProcessReport) -> Answer:
         return first.model_copy(update={"how": "ended", "rank": rank, "error": None, "steps": answers[rank].steps})
     if raised:
         rank = min(raised)[1]
-        cause = answers[rank]
-        return first.model_copy(
-            update={"how": "raised", "rank": rank, "error": cause.error, "line": cause.line, "active": cause.active}
-        )
+        cause = {name: getattr(answers[rank], name) for name in ("error", "line", "offline", "active")}
+        return first.model_copy(update={"how": "raised", "rank": rank, **cause})
     return first
 
 

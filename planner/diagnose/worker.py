@@ -89,9 +89,15 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
             session.finish()
             context.leave(LAST_WAIT_S)
         else:
-            session.keep(how=how, error=error, raised_at=time.monotonic())
+            session.keep(how=how, error=error, offline=_is_offline(stop), raised_at=time.monotonic())
     except BaseException as error:
-        session.keep(how="raised", error=_describe(error), line=_line_of(error), raised_at=time.monotonic())
+        session.keep(
+            how="raised",
+            error=_describe(error),
+            line=_line_of(error),
+            offline=_is_offline(error),
+            raised_at=time.monotonic(),
+        )
     _flush()
     failed = session.answer.how == "raised" and request.nproc > 1  # so that the other ranks are ended
     os._exit(int(failed))  # what the script has registered for its end is of no use here
@@ -120,13 +126,26 @@ def _code(stop: SystemExit) -> str:
     return str(stop.code) if isinstance(stop.code, int) else "1"
 
 
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception:
+        return ""
+
+
 def _describe(error: BaseException) -> str:
     """The class and the first line of the text of an exception."""
-    try:
-        text = str(error).strip().partition("\n")[0][:200]
-    except Exception:
-        text = ""
+    text = _text_of(error).partition("\n")[0][:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _is_offline(error: BaseException | None) -> bool:
+    """Whether it, or an error that it comes from, names the offline mode, as those of the Hugging Face Hub do."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return any("offline" in f"{type(one).__name__} {_text_of(one)}".lower() for one in chain)
 
 
 def _line_of(error: BaseException) -> str | None:

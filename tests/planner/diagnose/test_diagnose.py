@@ -70,6 +70,12 @@ def test_a_script_without_a_step_gets_one_sentence(how: str) -> None:
         diagnose("ends.py", how, budget=30.0)
 
 
+def test_a_script_that_fails_since_the_hub_is_offline_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="LocalEntryNotFoundError") as caught:
+        diagnose("ends.py", "hub", tmp_path, budget=30.0)
+    assert "Hub offline" in str(caught.value.hint)
+
+
 def test_a_script_that_never_steps_is_ended_though_it_catches_everything() -> None:
     with pytest.raises(BudgetEndedError, match=r"no optimizer step in 1.00 s \(it was in ends.py, line 2\d\)"):
         diagnose("ends.py", "loops", budget=1.0)

@@ -29,3 +29,7 @@ elif sys.argv[1] == "loops":
                 pass
         except BaseException:
             pass
+elif sys.argv[1] == "hub":
+    from huggingface_hub import hf_hub_download
+
+    hf_hub_download("nobody/no-such-model", "config.json", cache_dir=sys.argv[2])
