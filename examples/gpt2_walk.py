@@ -5,8 +5,8 @@
 
 Nothing here uses autoplan: each technique is the few lines of PyTorch in `train`. All steps train the same: the global
 batch stays, and what rounds differently (bf16) is said. Each round runs both sides in fresh processes, in a drawn
-order. A technique is kept if it is faster in the median; what it gave alone is not what it gives beside others, so
-`autoplan search` tries combinations, and `autoplan explain --staircase` measures the same of its plan.
+order. A technique is kept if it runs and is faster in the median; what it gave alone is not what it gives beside
+others, so `autoplan search` tries combinations, and `autoplan explain --staircase` measures the same of its plan.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def run(size: str, steps: int, techniques: dict[str, object]) -> dict[str, float
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         done = subprocess.run([sys.executable, *launcher, *own], capture_output=True, text=True)
         if done.returncode != 0:
-            raise RuntimeError(done.stderr[-2000:])
+            raise RuntimeError(done.stderr)
         return json.loads(file.read())
 
 
@@ -144,9 +144,13 @@ def walk(size: str, steps: int, rounds: int, techniques: list[str]) -> None:
             print(f"  {technique:<16} not tried: {reason}", flush=True)
             continue
         sides, seen = {"before": kept, "with": kept | WALK[technique]}, []
-        for _ in range(rounds):
-            order = random.sample(sorted(sides), 2)
-            seen.append({side: run(size, steps, sides[side]) for side in order})
+        try:
+            for _ in range(rounds):
+                order = random.sample(sorted(sides), 2)
+                seen.append({side: run(size, steps, sides[side]) for side in order})
+        except RuntimeError as error:
+            print(f"  {technique:<16} does not run: {last_error(str(error))}", flush=True)
+            continue
         gains = sorted(one["before"]["step_s"] / one["with"]["step_s"] for one in seen)
         gain = statistics.median(gains)
         memory = [statistics.median(one[side]["peak"] for one in seen) / 2**20 for side in sides]
@@ -160,6 +164,12 @@ def walk(size: str, steps: int, rounds: int, techniques: list[str]) -> None:
     both = [(run(size, steps, PLAIN)["step_s"], run(size, steps, kept)["step_s"]) for _ in range(rounds)]
     gains = sorted(plain / fast for plain, fast in both)
     print(f"the whole walk: {between(gains)} times as fast; the product of its steps is {total:.2f}")
+
+
+def last_error(text: str) -> str:
+    """The line that names the error, in what a failed process wrote; a launcher of ranks writes more after it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return ([line for line in lines if "Error: " in line] or lines or ["it wrote nothing"])[-1]
 
 
 def between(gains: list[float]) -> str:

@@ -1,11 +1,12 @@
-"""Two ranks: a search among data-parallel configurations, then a training in two processes.
+"""Two ranks: a search among sharded configurations (FSDP2), then a training in two processes.
 
-    python examples/two_ranks.py --search         # searches (10 minutes) with up to two ranks, writes plan.json
+    python examples/two_ranks.py --search         # searches (10 minutes) over two ranks, writes plan.json
     autoplan run plan.json examples/two_ranks.py  # starts the plan's ranks
     torchrun --nproc-per-node 2 examples/two_ranks.py  # the same by hand
 
-On a machine without GPUs the ranks are two processes on its cores (gloo). Each rank loads its own share of the global
-batch, and a sharded model is saved with torch.distributed.checkpoint.
+On a machine without GPUs the ranks are two processes on its cores (gloo); with one GPU, `--search --device cpu` asks
+for that. Each rank loads its own share of the global batch, and the sharded model is saved with
+torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -49,11 +51,11 @@ def build_optimizer(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)  # type: ignore[arg-type]
 
 
-def search(budget: str) -> None:
-    """Among plain data parallelism over two ranks (DDP) and sharded (FSDP2); `fix` asks for two ranks."""
+def search(budget: str, device: Literal["cuda", "cpu"] | None) -> None:
+    """Among ways to share the shards between two ranks: `fix` asks for two. None: the machine's own kind of device."""
     plan = autoplan.search(
         model=build_model, make_batch=make_batch, loss=loss, optimizer=build_optimizer, global_batch=GLOBAL_BATCH,
-        budget=budget, nproc=2, fix={"dp_replicate": 2, "compile": "off"}, out="plan.json",
+        budget=budget, device=device, nproc=2, fix={"dp_shard": 2, "compile": "off"}, out="plan.json",
     )  # fmt: skip
     print(f"plan: {plan.config.describe()}, {plan.config.world_size} ranks")
 
@@ -81,11 +83,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--search", action="store_true", help="search, and do not train")
     parser.add_argument("--budget", default="10m")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="of the search; each rank needs a GPU of its own")
     parser.add_argument("--steps", type=int, default=100, help="in all, those of the checkpoint included")
     parser.add_argument("--checkpoint", type=Path, default=Path("two_ranks"))
     options = parser.parse_args()
     if options.search:
-        search(options.budget)
+        search(options.budget, options.device)
     elif "RANK" in os.environ:
         train(options.steps, options.checkpoint)
     else:

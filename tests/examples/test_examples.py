@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -9,12 +10,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import autoplan
+from autoplan.strategies.techniques.degrees import factorings
 from tests.recorded import make_plan
 from tests.test_docs import load
 
@@ -150,6 +153,50 @@ def test_the_walk_measures_a_technique_beside_the_step_before_it(tmp_path: Path)
     assert torch.cuda.is_available() or "copies           not tried: there is no GPU to copy to" in said
 
 
+def load_example(name: str) -> ModuleType:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_walk_goes_on_where_a_technique_does_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the walk says of runs that are given: no run is made."""
+    example = load_example("gpt2_walk")
+
+    def given(size: str, steps: int, techniques: dict[str, object]) -> dict[str, float]:
+        if techniques.get("compile"):
+            raise RuntimeError("Traceback ...\nValueError: no compiler here\n\nset TORCH_LOGS for more\n")
+        return {"step_s": 4.0 / float(str(techniques["micro_batch"])), "peak": 2.0**20}
+
+    monkeypatch.setattr(example, "run", given)
+    example.walk("tiny", 1, 2, ["compile", "larger batch"])
+    said = capsys.readouterr().out
+    assert "compile          does not run: ValueError: no compiler here\n" in said
+    assert "larger batch     4.00 (4.00 to 4.00) times as fast" in said and "the whole walk: 4.00" in said
+    assert example.last_error("Killed\n") == "Killed" and example.last_error("") == "it wrote nothing"
+
+
+def test_two_ranks_are_a_search_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the example asks for has one layout, and that is sharded."""
+    example, asked = load_example("two_ranks"), {}
+
+    def search(**given: Any) -> Any:
+        asked.update(given)
+        return make_plan()
+
+    monkeypatch.setattr(autoplan, "search", search)
+    example.search("1s", "cpu")
+    degrees = ("pp", "tp", "dp_replicate", "dp_shard")
+    layouts = [dict(zip(degrees, layout, strict=True)) for layout in factorings(asked["nproc"])]
+    fixed = {knob: value for knob, value in asked["fix"].items() if knob in degrees}
+    assert [layout for layout in layouts if layout | fixed == layout] == [dict.fromkeys(degrees, 1) | {"dp_shard": 2}]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("probed_machine")
 def test_nanogpt_searches_trains_and_is_run_with_its_plan(tmp_path: Path) -> None:
@@ -164,7 +211,8 @@ def test_nanogpt_searches_trains_and_is_run_with_its_plan(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("probed_machine")
 def test_two_ranks_search_train_and_resume(tmp_path: Path) -> None:
     script = str(EXAMPLES / "two_ranks.py")
-    assert "2 ranks" in run(tmp_path, script, "--search", "--budget", "60s")
+    found = run(tmp_path, script, "--search", "--budget", "60s", "--device", "cpu")
+    assert "2 ranks" in found and "dp_shard=2" in found
     command = ["-m", "autoplan", "run", "plan.json", script, "--"]
     first = losses(run(tmp_path, *command, "--steps", "20"))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
