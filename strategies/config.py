@@ -128,10 +128,10 @@ class TrainingConfig(Record):
             risks={
                 "tensorwise": "activations and weights keep 4 bits of mantissa in the products of linear layers, "
                 "gradients of outputs 3, and a whole tensor has one scale: beside outliers, which grow over a long "
-                "training, small numbers become zero. Three steps cannot show that",
+                "training, small numbers become zero. A few steps cannot show that",
                 "rowwise": "activations, weights and gradients of outputs keep 4 bits of mantissa in the products of "
                 "linear layers, with a scale for each row: outliers, which grow over a long training, hide small "
-                "numbers of their row alone. Three steps cannot show what that does to the loss",
+                "numbers of their row alone. A few steps cannot show what that does to the loss",
             },
         ),
     ] = Field(
@@ -222,10 +222,10 @@ class TrainingConfig(Record):
             without="parameters and gradients stay as your model has them, which takes more memory than measured",
             risks={
                 "bf16": "the forward and the gradients see parameters of 8 bits of mantissa, and gradients of "
-                "micro-batches are added up in bf16; the fp32 master copies keep every update. Three steps cannot "
+                "micro-batches are added up in bf16; the fp32 master copies keep every update. A few steps cannot "
                 "show what this does to the loss of a long training",
                 "bf16_stochastic": "there is no fp32 copy. An update that is smaller than the last bit of a parameter "
-                "(0.4 to 0.8 % of it) arrives by chance: right on average, as noise in each step. Three steps cannot "
+                "(0.4 to 0.8 % of it) arrives by chance: right on average, as noise in each step. A few steps cannot "
                 "show what the noise does to a long training with a small learning rate",
             },
         ),
