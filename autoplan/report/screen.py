@@ -11,7 +11,16 @@ if TYPE_CHECKING:
 
 def is_plain(stream: Any) -> bool:
     """True where bars and colours have no place: not a terminal, NO_COLOR set, or a dumb terminal."""
-    return not stream.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return not _is_terminal(stream) or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal; one that a program put there may not say, or may be closed."""
+    isatty = getattr(stream, "isatty", None)
+    try:
+        return isatty is not None and bool(isatty())
+    except ValueError:
+        return False
 
 
 def make_console(stream: Any) -> Console:
@@ -19,4 +28,10 @@ def make_console(stream: Any) -> Console:
     from rich.console import Console
 
     plain = is_plain(stream)
-    return Console(file=stream, force_terminal=False if plain else None, no_color=plain or None, highlight=False)
+    return Console(
+        file=stream,
+        force_terminal=False if plain else None,
+        force_jupyter=False,  # else rich shows a cell's output in the notebook, whatever the stream is
+        no_color=plain or None,
+        highlight=False,
+    )

@@ -129,6 +129,34 @@ def test_no_color_and_pipes_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.getvalue() == "word\n"
 
 
+class Tee:
+    """What a program puts in the place of a stream: the two functions that print calls."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+def test_a_stream_that_does_not_say_what_it_is_is_plain() -> None:
+    make_console(tee := Tee()).print("x")
+    assert tee.text == "x\n"
+    (closed := io.StringIO()).close()
+    assert is_plain(closed)
+
+
+def test_in_a_notebook_the_stream_that_was_given_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = type("ZMQInteractiveShell", (), {})
+    monkeypatch.setattr("builtins.get_ipython", shell, raising=False)
+    stream = io.StringIO()
+    make_console(stream).print("x")
+    assert stream.getvalue() == "x\n"
+
+
 def drive(progress: PlainProgress) -> None:
     """The events of a short search."""
     plan = make_plan()
