@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from autoplan.cli.plans import (
     UnverifiedOption,
     load_plan,
 )
-from autoplan.errors import ConfigError, DeviceError, UsageError
+from autoplan.errors import AutoplanError, ConfigError, DeviceError, NoFeasiblePlanError, UsageError
 from autoplan.units import format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -117,13 +118,11 @@ def run_script(
     loaded = load_plan(path, unverified_ok)
     said = check_before_use(loaded, changed_ok=changed_ok)
     if said is not None:
-        output.console().print(f"warning: {said}", markup=False, soft_wrap=True)
+        output.tell(f"warning: {said}")
     if loaded.nodes is not None and "RANK" not in os.environ:
-        output.console().print(
+        output.tell(
             f"note: the plan was measured on {loaded.nodes.describe()}; all its ranks start on this machine. On nodes "
-            "start the same command with torchrun on each",
-            markup=False,
-            soft_wrap=True,
+            "start the same command with torchrun on each"
         )
     _say_too_many_threads(loaded, path)
     _end(start([*_runner(script), str(script), *arguments], loaded, path))
@@ -157,7 +156,7 @@ def _say_too_many_threads(plan: Plan, path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     text = too_many_threads(plan, os.environ | variables_for(plan, path, os.environ, cores), cores)
     if text is not None:
-        output.console().print(f"note: {text}", markup=False, soft_wrap=True)
+        output.tell(f"note: {text}")
 
 
 def start(arguments: list[str], plan: Plan, path: Path) -> int:
@@ -179,7 +178,7 @@ def start(arguments: list[str], plan: Plan, path: Path) -> int:
     variables = variables_for(plan, path, os.environ, cores)
     missing = not_taken(plan, os.environ)
     if missing is not None and is_first_rank():
-        output.console().print(f"note: {missing}", markup=False, soft_wrap=True)
+        output.tell(f"note: {missing}")
     ends.flush()
     if world is not None or ranks == 1:
         os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, **variables})
@@ -209,17 +208,50 @@ def _refuse_too_few_gpus(plan: Plan) -> None:
 
 
 def _run_workload(plan: Plan, steps: int, changed_ok: bool, model: str | None, json_output: bool) -> None:
-    """Some steps of the plan's own workload; the first rank prints the speed."""
+    """Some steps of the plan's own workload; the first rank prints the speed.
+
+    With --json what the workload prints goes to stderr: stdout has the one document.
+
+    Raises:
+        NoFeasiblePlanError: the plan does not fit here.
+        WorkloadError: the workload raised something.
+    """
     from autoplan.planner.verify.steps import PlanRun, run_steps
 
-    run = plan.prepare(changed_ok=changed_ok, workload=model)
-    records = run_steps(run, steps, plan.workload.counted, on_step=_say_step)
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
+            run = plan.prepare(changed_ok=changed_ok, workload=model)
+            records = run_steps(run, steps, plan.workload.counted, on_step=_say_step)
+    except (AutoplanError, ends.ReaderGone):
+        raise
+    except Exception as error:
+        raise _failed(plan, error) from error
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()  # a process that ends with Gloo's threads running can abort
     if is_first_rank():
         _show(PlanRun.of(plan, records), json_output)
+
+
+def _failed(plan: Plan, error: Exception) -> AutoplanError:
+    """The error of a run of the plan's own workload, by what ended it."""
+    from autoplan.processes import is_out_of_memory
+    from autoplan.strategies.workloads.user_errors import user_error
+
+    name = plan.workload.name
+    if is_out_of_memory(error):
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        return NoFeasiblePlanError(
+            f"the plan does not fit here: {name} ran out of memory: {first}",
+            hint="Free some memory, or search on this machine: autoplan search.",
+        )
+    return user_error(
+        error,
+        f"the run of {name}",
+        "The plan does not run here. See that the workload trains by itself; if it does, search on this machine: "
+        "autoplan search.",
+    )
 
 
 def _say_step(record: StepRecord) -> None:

@@ -235,6 +235,51 @@ def test_without_a_script_the_ranks_are_started_too(folder: Path, command: Any) 
     assert err.count(f"the plan runs 2 ranks of {cores} threads each") == 1, "the command says it, and no rank again"
 
 
+WORKLOAD = """
+import autoplan, torch
+
+def loss(model, batch):
+    print("a loss")
+    {fails}
+    return autoplan.LossSum(model(batch["x"]).square().sum(), len(batch["x"]))
+
+def workload(global_batch=4):
+    return autoplan.Workload(
+        name="mine", build_model=lambda: torch.nn.Linear(2, 1), loss=loss, global_batch=global_batch,
+        make_batch=lambda samples, index: {{"x": torch.ones(samples, 2)}},
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "words"),
+    [
+        (
+            "raise ValueError('no such label')",
+            2,
+            "ValueError: no such label\nraised by the run of mine:workload, in mine.py, line 6",
+        ),
+        (
+            "raise torch.OutOfMemoryError('CUDA out of memory')",
+            3,
+            "the plan does not fit here: mine:workload ran",
+        ),
+        ("", 0, "step 2: loss"),
+    ],
+    ids=["user's", "memory", "ok"],
+)
+def test_a_run_of_the_plans_own_workload_ends_with_one_document(
+    folder: Path, command: Any, fails: str, code: int, words: str
+) -> None:
+    (folder / "mine.py").write_text(WORKLOAD.format(fails=fails))
+    spec = make_spec(model=f"{folder / 'mine.py'}:workload", global_batch=4)
+    make_plan(TrainingConfig(micro_batch=4), workload=spec).save(folder / "mine.json")
+    ended = command("mine.json", "--steps", "2", "--model", spec.reference, "--json")
+    assert ended.code == code and words in ended.err and "a loss" in ended.err, ended.err
+    assert ended.document["status"] == ("error" if code else "ok")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
