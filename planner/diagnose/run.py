@@ -82,7 +82,7 @@ def diagnose(
         At most five findings, and where the time of a step goes.
 
     Raises:
-        UsageError: there is no such script, no folder for the trace, no rank, or the budget is no duration.
+        UsageError: there is no such script, no place for the trace, no rank, or the budget is no duration.
         WorkloadError: the script ended, failed, or used too much memory before enough steps.
         BudgetEndedError: no, or not enough, optimizer steps in the budget.
     """
@@ -91,12 +91,10 @@ def diagnose(
     script, function = _read(what)
     name = Path(script).name if script else getattr(what, "__qualname__", type(what).__name__)
     limit_bytes = _limit_bytes(memory_limit)
-    if trace is not None and not Path(trace).absolute().parent.is_dir():
-        raise UsageError(f"there is no folder for the trace {trace}", hint="Make it first, or give another place.")
+    place = None if trace is None else _place_of(trace)
     if nproc < 1:
         raise UsageError(f"nproc is {nproc}; a script has at least one rank", hint="Give --nproc 2, or leave it out.")
     folder = Path(tempfile.mkdtemp(prefix=folder_prefix("doctor")))
-    place = None if trace is None else Path(trace).absolute()
     try:
         request = Request(
             script=script,
@@ -110,7 +108,7 @@ def diagnose(
             runs = _Runs(zygote, request, function, name, limit_bytes, on_progress)
             answer = runs.go()
         if place is not None and (folder / "trace.json").exists():
-            shutil.copyfile(folder / "trace.json", place)
+            runs.notes += _keep(folder / "trace.json", place)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seen = answer.observation
@@ -148,6 +146,31 @@ def _read(what: Any) -> tuple[str | None, Callable[[], object] | None]:
             hint="Give the path of a script, a function that trains, or a Trainer.",
         )
     return None, function
+
+
+def _place_of(trace: str | Path) -> Path:
+    """Where the trace is kept.
+
+    Raises:
+        UsageError: it is a folder, is in none, or cannot be written.
+    """
+    place = Path(trace).absolute()
+    if not os.path.isdir(place.parent):
+        raise UsageError(f"there is no folder for the trace {trace}", hint="Make it first, or give another place.")
+    if os.path.isdir(place):
+        raise UsageError(f"the trace {trace} is a folder", hint=f"Give a file: {Path(trace) / 'trace.json'}.")
+    if not os.access(place if os.path.exists(place) else place.parent, os.W_OK):
+        raise UsageError(f"the trace {trace} cannot be written there", hint="Give another place.")
+    return place
+
+
+def _keep(trace: Path, place: Path) -> list[str]:
+    """Copies the trace to its place; returns a note where that fails: the diagnosis stays."""
+    try:
+        shutil.copyfile(trace, place)
+    except OSError as error:
+        return [f"the trace was not kept: {place} cannot be written ({error.strerror or error})"]
+    return []
 
 
 def _limit_bytes(given: str | int | None) -> int:

@@ -557,7 +557,13 @@ def test_doctor_says_what_is_missing_for_which_feature(cli, monkeypatch) -> None
 
 
 @pytest.mark.parametrize(
-    "options", [["nothere.py"], [__file__, "--memory-limit", "much"], [__file__, "--trace", "no/folder/trace.json"]]
+    "options",
+    [
+        ["nothere.py"],
+        [__file__, "--memory-limit", "much"],
+        [__file__, "--trace", "no/folder/trace.json"],
+        [__file__, "--trace", "."],
+    ],
 )
 def test_doctor_starts_nothing_with_what_it_refuses(cli, options: list[str]) -> None:
     done = cli("doctor", *options)

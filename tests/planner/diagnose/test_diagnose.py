@@ -13,7 +13,7 @@ import pytest
 import autoplan
 from autoplan.errors import BudgetEndedError, UsageError, WorkloadError
 from autoplan.planner.diagnose.records import Answer, Diagnosis, Request
-from autoplan.planner.diagnose.run import _Runs
+from autoplan.planner.diagnose.run import _keep, _Runs
 from autoplan.processes import Ended, ProcessReport, RankReport
 from tests.cases import some
 from tests.planner.diagnose.test_findings import observation, trial
@@ -91,6 +91,21 @@ def test_what_is_no_script_is_refused(tmp_path: Path) -> None:
         autoplan.diagnose(tmp_path / "none.py")
     with pytest.raises(UsageError, match="no function"):
         autoplan.diagnose(3)
+
+
+def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="is a folder"):
+        autoplan.diagnose(__file__, trace=tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(UsageError, match="cannot be written"):
+        autoplan.diagnose(__file__, trace=tmp_path / "trace.json")
+
+
+def test_a_trace_that_was_not_kept_is_a_note(tmp_path: Path) -> None:
+    (trace := tmp_path / "trace.json").write_text("{}")
+    (note,) = _keep(trace, tmp_path / "gone" / "trace.json")
+    assert "the trace was not kept" in note and "No such file" in note
+    assert _keep(trace, tmp_path / "kept.json") == [] and (tmp_path / "kept.json").read_text() == "{}"
 
 
 class Recorded:
