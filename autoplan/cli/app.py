@@ -121,7 +121,7 @@ def _settings(commands: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
     name = arguments[0]
     if name not in commands or {"-h", "--help", "--help-all"} & set(arguments):
         return {}
-    file, values = read_settings(name, commands)
+    file, values = read_settings(name, commands, arguments[1:])
     if values and "--quiet" not in arguments:
         given = ", ".join(f"{key}={value}" for key, value in values.items())
         sys.stderr.write(printable(f"note: {file} gives {given}\n"))

@@ -6,13 +6,14 @@
     fix = {precision = "bf16"}   # or ["precision=bf16"]
 
 A table for each command, with its options; that of the command that is called is read. What the command line itself
-gives goes first.
+gives goes first, also where two options exclude each other: `--model` there leaves out `trainer` of the file.
 """
 
 from __future__ import annotations
 
+import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,27 @@ from autoplan.text import right_name
 NOT_SET = ("help", "help_all", "json", "json_output", "yes", "force", "changed_ok", "unverified_ok")
 """Options of a single call, and those that say what a person was asked (docs/threat_model.md)."""
 
+RIVALS = (("model", "trainer"), ("quiet", "verbose"), ("store", "storage"))
+"""Options of which a call has one at most."""
 
-def read_settings(command: str, commands: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+
+def read_settings(command: str, commands: Mapping[str, Any], words: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
     """The file's name, and the values of one command's parameters, as click's `default_map` has them.
 
     Args:
         command: The name of the one that is called.
         commands: Of click, by their names.
+        words: What the command line gives the command.
 
     Raises:
         UsageError: the file is not TOML, or has a command that there is not, or in the table of this one an option that
             there is not or that no file may give.
     """
     for name in ("autoplan.toml", "pyproject.toml"):
-        path = Path(name)
-        if not path.is_file():
+        if not os.path.isfile(name):
             continue
         try:
-            document = tomllib.loads(path.read_text())
+            document = tomllib.loads(Path(name).read_text())
         except (OSError, ValueError) as error:
             if name == "pyproject.toml":
                 continue  # of other tools; they say what is wrong
@@ -57,8 +61,19 @@ def read_settings(command: str, commands: Mapping[str, Any]) -> tuple[str, dict[
                 hint="Write a table for each command, such as [tool.autoplan.search].",
             )
         _refuse_unknown(name, tables, commands)
-        return name, _values(name, command, tables[command], commands[command]) if command in tables else {}
+        values = _values(name, command, tables[command], commands[command]) if command in tables else {}
+        excluded = _excluded(words)
+        return name, {option: value for option, value in values.items() if option not in excluded}
     return "", {}
+
+
+def _excluded(words: Sequence[str]) -> set[str]:
+    """The options of a file that do not go with those of the command line."""
+    own = words[: words.index("--")] if "--" in words else words
+    given = {_key(word.partition("=")[0]) for word in own if word.startswith("--")}
+    excluded = {other for pair in RIVALS for one, other in (pair, pair[::-1]) if one in given}
+    is_local = "--launcher=local" in own or ("--launcher", "local") in zip(own, own[1:], strict=False)
+    return excluded | {"nodes"} if is_local else excluded
 
 
 def _refuse_unknown(file: str, tables: Mapping[str, Any], commands: Mapping[str, Any]) -> None:
@@ -98,7 +113,9 @@ def _values(file: str, name: str, table: Any, command: Any) -> dict[str, Any]:
                 hint=f"Did you mean {near}?" if near else f"autoplan {name} --help lists its options.",
             )
         if isinstance(value, dict):
-            texts = [f"{knob}={one}" for knob, one in value.items()]
+            texts = [
+                f"{knob}={','.join(map(str, one)) if isinstance(one, list) else one}" for knob, one in value.items()
+            ]
             value = texts if option.multiple else ",".join(texts)
         elif option.multiple and not isinstance(value, list):
             value = [value]

@@ -221,6 +221,31 @@ def test_a_settings_file_is_read_for_the_command_that_is_called(cli, tmp_path: P
     assert ended.code == 2 and "1 for search" in ended.err and "Did you mean" not in ended.err
 
 
+RIVAL = "[search]\nmodel = 'gpt2'\nnodes = '2x8'\nlauncher = 'slurm'\nout = 'nowhere/plan.json'"
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "words"),
+    [
+        ("[search]\ntrainer = 't.py:f'", ("search", "--model", "gpt3"), "Did you mean gpt2"),
+        ("[search]\nmodel = 'gpt2'", ("search", "--trainer=t.py:f"), "Give file.py:function with a file that exists"),
+        ("[search]\nquiet = true", ("search", "--verbose", "--model", "gpt3"), "Did you mean gpt2"),
+        ("[ls]\nstorage = 'postgresql://nowhere/x'", ("ls", "--store", "store"), "0 search(es)"),
+        (RIVAL, ("search", "--launcher", "local"), "there is no folder nowhere"),
+    ],
+)
+def test_the_command_line_goes_first_where_options_exclude_each_other(
+    cli, tmp_path: Path, text: str, given: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "autoplan.toml").write_text(text)
+    assert words in (err := cli(*given).err), err
+
+
+def test_a_settings_file_bounds_a_knob_by_a_list(cli, tmp_path: Path) -> None:
+    (tmp_path / "autoplan.toml").write_text("[search]\nbound = {precision = ['fp32', 'int3']}")
+    assert "precision='int3' is not a value" in (err := cli("search", "--model", "gpt2").err), err
+
+
 @pytest.mark.parametrize("value", ["'precision=int3'", "['precision=int3']", "{precision = 'int3'}"])
 def test_a_settings_file_gives_a_repeated_option(cli, tmp_path: Path, value: str) -> None:
     (tmp_path / "autoplan.toml").write_text(f"[search]\nfix = {value}")
