@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoplan.units import format_number
+from autoplan.units import format_number, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +46,7 @@ def show_estimate(document: dict[str, Any], screen: Console) -> None:
     )
     _layouts(document["best"], unit, screen)
     _parts(best, unit, screen)
-    _training(document, screen)
+    show_training(document, screen)
     smallest = document["smallest_cluster"]
     if smallest is not None:
         _say(
@@ -112,8 +112,9 @@ def describe_option(option: dict[str, Any], currency: str | None) -> str:
     hours = [format_number(option[f"hours{end}"]) for end in ("", "_low", "_high")]
     text = f"{option['num_gpus']} x {option['chip']}: {hours[0]} h ({hours[1]} to {hours[2]}), "
     if currency is None:
-        return text + f"{option['gpu_hours']:,.0f} GPU hours"
-    return text + f"{option['cost']:,.0f} {currency} ({option['cost_low']:,.0f} to {option['cost_high']:,.0f})"
+        return text + f"{format_number(option['gpu_hours'])} GPU hours"
+    cost = [format_number(option[f"cost{end}"]) for end in ("", "_low", "_high")]
+    return text + f"{cost[0]} {currency} ({cost[1]} to {cost[2]})"
 
 
 def describe_layout(entry: dict[str, Any]) -> str:
@@ -132,15 +133,20 @@ def describe_layout(entry: dict[str, Any]) -> str:
     return text + (f" virtual_stages={layout['virtual_stages']}" if layout["virtual_stages"] > 1 else "")
 
 
-def _training(document: dict[str, Any], screen: Console) -> None:
+def show_training(document: dict[str, Any], screen: Console) -> None:
+    """Prints how long the training takes, and what to rent for it."""
     training = document["training"]
     if training is None:
         _say(screen, "\ntime to train and cost: give --tokens, and --prices")
         return
+    days = [training[f"days{end}"] for end in ("", "_low", "_high")]
+    short = days[0] < 2
+    times = [format_seconds(86_400 * value) if short else f"{value:.1f}" for value in days]
     _say(
         screen,
-        f"\n{_tokens(training['tokens'])} {_unit(document)}: {training['steps']:,} steps, {training['days']:.1f} days "
-        f"({training['days_low']:.1f} to {training['days_high']:.1f}), {training['gpu_hours']:,.0f} GPU hours",
+        f"\n{_tokens(training['tokens'])} {_unit(document)}: {training['steps']:,} steps, "
+        f"{times[0]}{'' if short else ' days'} ({times[1]} to {times[2]}), "
+        f"{format_number(training['gpu_hours'])} GPU hours",
     )
     if document["rent"] is not None:  # an anchor gives none
         show_rent(document["rent"], screen)
