@@ -32,7 +32,7 @@ def report_command(
             stairs = load_staircase(beside(plan), loaded)
         except PlanError as error:
             output.tell(f"note: the page has no staircase: {error.flag_message}", error.flag_hint)
-    write_page(out, render_page(loaded, stairs))
+    write_page(out, render_page(loaded, stairs, str(plan)))
     if json_output:
         output.print_json({"status": "ok", "file": str(out)})
     else:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from autoplan.cli import ends, output
 
 if TYPE_CHECKING:
-    from autoplan.planner.plan.plan import Plan
     from autoplan.planner.records.trials import Trial
     from autoplan.planner.search.options import SearchResult
 
@@ -35,12 +34,11 @@ def show_result(result: SearchResult, out: Path, *, whole: bool = False) -> None
     if result.plan is not None:
         narration.print()
         show = terminal.show_plan if whole else terminal.show_summary
-        twice_s = math.ceil(2 * result.budget_s)
-        more = command_with(f"{twice_s}s" if twice_s < 120 else f"{math.ceil(twice_s / 60)}m")
-        show(console, result.plan, more=more)
-        path = shlex.quote(str(result.plan_path or out))
+        show(console, result.plan, more=command_with_more(result))
+        file = str(result.plan_path or out)
+        path = shlex.quote(file)
         terminal.say(narration, "plan", f"{path}; autoplan show {path} has the reasons, and what lost")
-        terminal.say(narration, "next", next_step(result.plan, path))
+        terminal.say(narration, "next", facts.next_step(result.plan, file).words)
         return
     output.tell(f"{result.status.replace('_', ' ')}: {result.reason or 'no plan'}", result.hint)
     if result.best is not None:
@@ -51,36 +49,23 @@ def show_result(result: SearchResult, out: Path, *, whole: bool = False) -> None
         terminal.show_left_out(console, result.left_out, more="--json")
 
 
-def next_step(plan: Plan, path: str) -> str:
-    """The next step with a plan: a command, or a call in the user's own program.
-
-    Args:
-        plan: The plan.
-        path: Its file, as a shell takes it.
-    """
-    from autoplan.planner.records.baseline import is_plain_run, run_words
-    from autoplan.report import facts
-
-    own = plan.workload.own_setting
-    if facts.is_baseline(plan) and (plan.has_own_baseline or (own is None and is_plain_run(plan.config))):
-        return f"nothing to apply: the plan is {run_words(plan.config, own)}"
-    if plan.workload.kind not in ("function", "object"):
-        return f"autoplan export {path} --to pytorch; or plan.prepare() in your script"
-    call = "plan.apply_to(...)" if plan.workload.taken_from else "plan.prepare()"
-    return f"{call} in your script, then autoplan run {path} SCRIPT; or autoplan export {path}"
-
-
-def command_with(budget: str) -> str:
-    """The command that was called, with another budget, and without what ends it early or starts over."""
+def command_with_more(result: SearchResult) -> str:
+    """The command that was called, with twice the time, and without what ends it early or starts over."""
+    twice_s = math.ceil(2 * result.budget_s)
+    more = ["--budget", f"{twice_s}s" if twice_s < 120 else f"{math.ceil(twice_s / 60)}m"]
+    left_out = {"--budget", "--max-trials"}
+    if result.device_hours is not None:
+        more = ["--max-device-hours", f"{2 * result.device_hours:g}"]
+        left_out.add("--max-device-hours")
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     kept, skip = [], False
     for word in words[:end]:
         name = word.partition("=")[0]
-        if not skip and name not in ("--budget", "--max-trials", "--fresh"):
+        if not skip and name not in {*left_out, "--fresh"}:
             kept.append(word)
-        skip = not skip and word in ("--budget", "--max-trials")
-    return shlex.join(["autoplan", *kept, "--budget", budget, *words[end:]])
+        skip = not skip and word in left_out
+    return shlex.join(["autoplan", *kept, *more, *words[end:]])
 
 
 def show_dry_run(result: SearchResult) -> None:

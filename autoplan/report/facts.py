@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -324,6 +325,64 @@ def objective_words(plan: Plan) -> str | None:
     if wanted.name == "throughput" and not price:
         return None
     return wanted.describe() + price
+
+
+class NextStep(NamedTuple):
+    """What is done with a plan.
+
+    Attributes:
+        words: In a sentence.
+        code: In the user's own program, where the plan was loaded as `plan`; "": there is nothing to apply.
+        export: The command that writes it for a program without autoplan; "": none is offered.
+    """
+
+    words: str
+    code: str = ""
+    export: str = ""
+
+
+def next_step(plan: Plan, path: str) -> NextStep:
+    """The next step with a plan in a file, by what the plan was made of."""
+    own = plan.workload.own_setting
+    if is_baseline(plan) and (plan.has_own_baseline or (own is None and is_plain_run(plan.config))):
+        return NextStep(f"nothing to apply: the plan is {run_words(plan.config, own)}")
+    file, code, target = shlex.quote(path), _applying(plan), _export_target(plan)
+    export = "" if target is None else f"autoplan export {file} --to {target}"
+    call = code.splitlines()[0].partition(" = ")[2].partition("  #")[0]
+    if plan.workload.kind not in ("function", "object") and export:
+        return NextStep(f"{export}; or {call} in your script", code, export)
+    words = f"{call} in your script, then autoplan run {file} SCRIPT"
+    return NextStep(f"{words}; or {export}" if export else words, code, export)
+
+
+def _applying(plan: Plan) -> str:
+    """The lines of a program that trains by the plan."""
+    samples = f"{plan.config.micro_batch * plan.accumulation} samples on each data-parallel rank"
+    steps = f"for batch in loader:  # {samples}\n    result = run.step(batch)\n"
+    match plan.workload.taken_from:
+        case "":
+            own = "plan.prepare(model, optimizer, loss)"
+            is_here = plan.workload.kind == "object"
+            return f"run = {own}\n{steps}" if is_here else f"run = plan.prepare()  # of your own: {own}\n{steps}"
+        case "training loop":
+            return f"run, loader = plan.apply_to(model, optimizer, loader, loss)\n{steps}"
+        case "step function":
+            return "step = plan.apply_to(make_step)\nfor index in range(steps):\n    loss = step(index)\n"
+        case "LightningModule":
+            call = "settings = plan.apply_to(module, datamodule)"
+            return f"{call}\ntrainer = lightning.Trainer(**settings.trainer_arguments)\n"
+        case _:
+            return "trainer = plan.apply_to(trainer)\ntrainer.train()\n"
+
+
+def _export_target(plan: Plan) -> str | None:
+    """An export target that carries the plan and needs no autoplan; None: there is none, or it may have no shards."""
+    config, spec = plan.config, plan.workload
+    if not spec.taken_from and spec.kind != "object":
+        return None if config.pp > 1 or (config.dp_shard > 1 and config.rounds_steps) else "pytorch"
+    if config.tp * config.pp * config.dp_shard > 1 or spec.taken_from in ("", "step function"):
+        return None
+    return {"training loop": "accelerate", "LightningModule": "lightning"}.get(spec.taken_from, "transformers")
 
 
 def loading(plan: Plan) -> Rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -87,8 +88,14 @@ ENDS = ("", "_low", "_high")
 """What the names of a figure, and of the ends of its interval, end in."""
 
 
-def render_page(plan: Plan, stairs: Staircase | None = None) -> str:
-    """The whole page; `stairs` is the staircase of the plan, where it was measured."""
+def render_page(plan: Plan, stairs: Staircase | None = None, path: str = "plan.json") -> str:
+    """The whole page.
+
+    Args:
+        plan: The plan.
+        stairs: The staircase of the plan, where it was measured.
+        path: The file of the plan, for the code and the command that use it.
+    """
     colours = f"Green: the plan; blue: {facts.baseline_name(plan)}; brown: by hand."
     curve = f"Each dot is a trial; the line is the fastest so far. Time is that spent in trials. {colours}"
     points = f"Each dot is a configuration, by the number of its first trial. Up is faster, left is smaller. {colours}"
@@ -107,7 +114,7 @@ def render_page(plan: Plan, stairs: Staircase | None = None) -> str:
         _section("Ruled out, never tried", facts.left_out_rows(plan.left_out)),
         _trials(plan),
         _section("Predicted and measured", _predictions(plan)),
-        _apply(plan),
+        _apply(plan, path),
         _notes(plan),
     ]
     title = f"{plan.workload.name} on {plan.hardware.device(plan.device).name}"
@@ -307,19 +314,15 @@ def _predictions(plan: Plan) -> facts.Rows:
     return facts.Rows(("#", "configuration", "step predicted", "measured", "peak predicted", "measured"), rows)
 
 
-def _apply(plan: Plan) -> str:
-    code = (
-        "import autoplan\n\n"
-        'plan = autoplan.load_plan("plan.json")\n'
-        "run = plan.prepare(model, optimizer, loss)\n"
-        "for batch in loader:            # "
-        f"{plan.config.micro_batch * plan.accumulation} samples on each data-parallel rank\n"
-        "    result = run.step(batch)\n"
-    )
-    return (
-        f"<h2>Apply it</h2>\n<pre>{escape(code)}</pre>\n"
-        "<p>Or <code>autoplan export plan.json --to pytorch</code> for a script that needs no autoplan.</p>"
-    )
+def _apply(plan: Plan, path: str) -> str:
+    step = facts.next_step(plan, path)
+    if not step.code:
+        return f"<h2>Apply it</h2>\n<p>{escape(step.words[0].upper() + step.words[1:])}.</p>"
+    code = f"import autoplan\n\nplan = autoplan.load_plan({json.dumps(path)})\n{step.code}"
+    page = f"<h2>Apply it</h2>\n<pre>{escape(code)}</pre>"
+    if not step.export:
+        return page
+    return f"{page}\n<p>Or <code>{escape(step.export)}</code> for a program that needs no autoplan.</p>"
 
 
 def _notes(plan: Plan) -> str:

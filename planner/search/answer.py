@@ -16,7 +16,7 @@ from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.loading import Loading
 from autoplan.planner.records.trials import Outcome
 from autoplan.planner.search.candidate_model import find_untried
-from autoplan.planner.search.device_hours import alone_s
+from autoplan.planner.search.device_hours import HOUR_S, alone_s
 from autoplan.planner.search.objective import best_trial
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
 from autoplan.planner.search.plan_maker import UNCHECKED, make_plan
@@ -29,7 +29,7 @@ from autoplan.planner.store.store import PLAN_FILE, Store
 from autoplan.planner.trials.runner import make_attempt
 from autoplan.processes import ProcessReport
 from autoplan.strategies.workloads.spec import WorkloadSpec
-from autoplan.units import format_bytes, format_number
+from autoplan.units import format_bytes
 
 ENDED = {
     "interrupted": "the search was interrupted",
@@ -98,6 +98,7 @@ class SearchRun:
             attempts=self.store.attempts,
             resumed_trials=sum(trial.resumed for trial in trials),
             budget_s=self.budget_s,
+            device_hours=self.device_hours,
             spent_s=self.store.spent_s,
             unit=self.workload.unit,
             study=self.store.identity,
@@ -108,6 +109,11 @@ class SearchRun:
     def ended_elsewhere(self) -> bool:
         """Whether another planner has ended the study since this one began to search."""
         return self.store.shared and self.store.finished is not None and self.store.finished != self.finished_before
+
+    @property
+    def device_hours(self) -> float | None:
+        """The budget in device-hours, where --max-device-hours allow no more: then more time is more of these."""
+        return None if self.budget_s < alone_s(self.options, self.devices) else self.budget_s * self.devices / HOUR_S
 
     @property
     def workload(self) -> WorkloadSpec:
@@ -308,9 +314,8 @@ def budget_ended(run: SearchRun, before: str, *, ended_by: str = "time", needed_
     """
     minutes = max(1, math.ceil(max(2 * run.budget_s, needed_s or 0.0) / 60))
     more = f"--budget {minutes}m"
-    limit = run.options.max_device_hours
-    if limit is not None and run.budget_s >= alone_s(run.options, run.devices):
-        more = f"--max-device-hours {format_number(2 * limit)}"
+    if run.device_hours is not None:
+        more = f"--max-device-hours {2 * run.device_hours:g}"
     hint = f"Give it more time, for example {more}; what finished is not repeated."
     best = None if run.session is None else run.session.best
     if run.session is not None and best is not None and best.step_time_s is not None:

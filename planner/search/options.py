@@ -615,6 +615,9 @@ class SearchResult(Record):
     from_record: bool = Field(default=False, description="a finished search answered without running anything")
     resumed_trials: int = 0
     budget_s: float = 0.0
+    device_hours: float | None = Field(
+        default=None, description="the budget in device-hours, where --max-device-hours allow no more"
+    )
     spent_s: float = 0.0
     unit: str = Field(default="tokens", description="what throughput counts")
     study: str = ""

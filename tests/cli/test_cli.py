@@ -357,6 +357,14 @@ def test_the_end_of_a_search_without_a_gain_names_the_command_that_goes_on(monke
         "--seed 1 --budget 20m -- --budget 3"
     )
     assert "next: nothing to apply: the plan is the plain run" in printed.err
+    limited = ["--max-device-hours", "0.1", *given]
+    monkeypatch.setattr(sys, "argv", ["autoplan", "search", *limited])
+    show_result(result.model_copy(update={"budget_s": 360.0, "device_hours": 0.1}), Path("plan.json"))
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[0]
+        .endswith("go on with: autoplan search --trainer 'my train.py:make' --seed 1 --max-device-hours 0.2")
+    )
     ledger = search_document(result)["ledger"]
     times = {"began_s": 15.0, "seconds": 47.0, "predicted_s": 20.0}
     assert ledger[1] | {"config": None} == {

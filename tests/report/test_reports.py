@@ -17,12 +17,14 @@ from rich.console import Console
 
 from autoplan.cli.search_result import next_step
 from autoplan.errors import UsageError
+from autoplan.planner.export.run import load_target
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.plan import Choice, HandSetting, broken_rules
 from autoplan.planner.records.trials import Claim, Interval, LeftOutFamily, Outcome, Trial
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import BudgetState
 from autoplan.report import facts, pieces, terminal
+from autoplan.report.estimate import describe_option, show_training
 from autoplan.report.html import render_page
 from autoplan.report.progress import LiveProgress, PlainProgress
 from autoplan.report.screen import is_plain, make_console
@@ -334,6 +336,70 @@ def test_the_page_stands_alone_and_says_all() -> None:
     for words in ("3.20 x", "Every trial", "Ruled out, never tried", "matmuls measured 3.9 times", "Test CPU <3 GHz>"):
         assert words in page.text, words
     assert page.scripts == 1, "the one that sorts"
+
+
+def plan_of(kind: str, taken_from: str, config: TrainingConfig | None = None) -> Plan:
+    """A plan of a workload that was made of this."""
+    plan = make_plan(config)
+    return plan.model_copy(
+        update={"workload": plan.workload.model_copy(update={"kind": kind, "taken_from": taken_from})}
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "taken_from", "call", "target"),
+    [
+        ("object", "Trainer", "plan.apply_to(trainer)", "transformers"),
+        ("function", "SFTTrainer", "plan.apply_to(trainer)", "transformers"),
+        ("object", "training loop", "plan.apply_to(model, optimizer, loader, loss)", "accelerate"),
+        ("object", "LightningModule", "plan.apply_to(module, datamodule)", "lightning"),
+        ("object", "step function", "plan.apply_to(make_step)", None),
+        ("object", "", "plan.prepare(model, optimizer, loss)", None),
+        ("function", "", "plan.prepare()", "pytorch"),
+        ("model", "", "plan.prepare()", "pytorch"),
+    ],
+)
+def test_the_next_step_is_possible_and_the_page_says_the_same(
+    kind: str, taken_from: str, call: str, target: str | None
+) -> None:
+    plan = plan_of(kind, taken_from)
+    words, page = facts.next_step(plan, "my plan.json").words, Page()
+    page.feed(render_page(plan, path="my plan.json"))
+    for text in (words, page.text):
+        assert call in text and re.findall(r"--to (\w+)", text) == ([] if target is None else [target])
+        assert text.count("autoplan export 'my plan.json' --to") == text.count("autoplan export")
+        assert not taken_from or "plan.prepare(" not in text
+    assert 'load_plan("my plan.json")' in page.text
+    if target not in (None, "pytorch"):
+        load_target(target).render(plan, "plan")  # raises nothing
+
+
+def test_no_export_is_offered_that_may_refuse_the_plan() -> None:
+    shards, stages = TrainingConfig(micro_batch=4, dp_shard=2), TrainingConfig(micro_batch=4, pp=2, pp_microbatches=2)
+    for plan in (plan_of("object", "Trainer", shards), plan_of("object", "training loop", shards), make_plan(stages)):
+        step = facts.next_step(plan, "plan.json")
+        assert step.code and not step.export and "export" not in step.words + render_page(plan)
+
+
+def test_a_plan_without_a_gain_has_nothing_to_apply() -> None:
+    page = Page()
+    page.feed(render_page(make_plain_plan()))
+    assert "Nothing to apply: the plan is the plain run." in page.text and "autoplan export" not in page.text
+
+
+def test_what_costs_little_is_no_zero() -> None:
+    option = {"num_gpus": 8, "chip": "H100", "hours": 0.0085, "hours_low": 0.008, "hours_high": 0.009}
+    option |= {"gpu_hours": 0.068, "cost": 0.17, "cost_low": 0.16, "cost_high": 0.18}
+    assert describe_option(option, "USD").endswith(", 0.17 USD (0.16 to 0.18)")
+    assert describe_option(option, None).endswith(", 0.068 GPU hours")
+
+
+@pytest.mark.parametrize(("days", "words"), [(1 / 24, "1 h 00 min (1 h 00 min"), (24, "24.0 days (24.0")])
+def test_a_short_training_takes_no_zero_days(days: float, words: str) -> None:
+    training = {"tokens": 1e9, "steps": 10, "gpu_hours": 8.0, "days": days, "days_low": days, "days_high": days}
+    said = io.StringIO()
+    show_training({"model": {}, "training": training, "rent": None}, Console(file=said, width=200))
+    assert words in said.getvalue() and said.getvalue().endswith("8.00 GPU hours\n")
 
 
 def test_a_page_of_many_trials_is_small_and_names_each_once() -> None:

@@ -57,6 +57,7 @@ def test_a_search_ends_by_them_and_its_plan_says_so(searches: Searches) -> None:
     assert plan is not None and plan.claim is not None and plan.claim.claimed, found.result.reason
     assert found.session.ended_by == "time"
     assert 0.3 * limit_s < used_s(plan.ledger) <= 1.05 * limit_s
+    assert found.result.device_hours is not None and free.result.device_hours is None, "more time is more of them"
     assert any("device-hours" in note and "took" in note for note in plan.notes), plan.notes
     assert any("max-device-hours is" in note for note in plan.notes), plan.notes
 

@@ -12,7 +12,6 @@ from typing import Any
 import optuna
 import pytest
 
-from autoplan.cli.search_result import next_step
 from autoplan.planner.parity import compare
 from autoplan.planner.records.trials import Outcome
 from autoplan.planner.search import run as search_run
@@ -224,7 +223,7 @@ def test_what_stands_for_the_plain_run_may_be_the_plan_and_has_passed_its_check(
     assert plan.config == plan.baseline.config and plan.config.checkpointing == "full"
     assert plan.parity.passed and plan.parity != PLAIN_PARITY
     assert "the plan is the run with checkpointing=full" in facts.headline(plan)
-    assert "plan.prepare()" in next_step(plan, "plan.json"), "the user's own program does not fit"
+    assert "plan.prepare()" in facts.next_step(plan, "plan.json").words, "the user's own program does not fit"
 
 
 def test_a_stand_in_for_the_plain_run_that_fails_its_check_is_no_plan(searches: Searches):
