@@ -158,7 +158,7 @@ def folders() -> list[Row]:
 
 def _size(folder: Path) -> str:
     """The size of all its files; whether it can be written, if it is there or can be made."""
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not os.access(nearest, os.W_OK):
         return "cannot be written"
     return format_bytes(folder_bytes(folder))

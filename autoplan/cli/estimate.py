@@ -86,6 +86,8 @@ def estimate_command(
         calibrate=calibrate,
         anchor=anchor,
     )
+    if out is not None and rows is None:
+        _write_rent(document, out)  # before anything is printed, so that what cannot be written is all that is said
     if as_json:
         print_json({name: value for name, value in document.items() if name != "reasons"})
     elif rows is not None:
@@ -94,13 +96,20 @@ def estimate_command(
         from autoplan.report.estimate import show_estimate
 
         show_estimate(document, console(stderr=False))
-    if out is not None and rows is None:
-        from autoplan.cli.report import write_page
-        from autoplan.report.html import render_rent
 
-        if document["rent"] is None:
-            raise UsageError("the page shows what to rent, and no tokens are given", hint="For example: --tokens 2e9")
-        write_page(out, render_rent(document))
+
+def _write_rent(document: dict[str, Any], out: Path) -> None:
+    """The page of what to rent.
+
+    Raises:
+        UsageError: there are no tokens, or the page cannot be written.
+    """
+    from autoplan.cli.report import write_page
+    from autoplan.report.html import render_rent
+
+    if document["rent"] is None:
+        raise UsageError("the page shows what to rent, and no tokens are given", hint="For example: --tokens 2e9")
+    write_page(out, render_rent(document))
 
 
 def _parse_fix(text: str) -> tuple[str, str]:

@@ -67,7 +67,7 @@ def clean_command(
     chosen = _named(names, studies, place) if names else [one for one in studies if one.status != "running"]
     chosen = [one for one in chosen if one.age_s >= least_s]
     if chosen and not yes:
-        _show(chosen)
+        _show(chosen, stderr=json_output)
         if not _is_wanted(chosen, place):
             chosen = []
     removed: list[Study] = []
@@ -151,7 +151,7 @@ def _list(place: Path | str) -> list[Study]:
     return list_shared(place) if isinstance(place, str) else list_studies(place)
 
 
-def _show(studies: list[Study]) -> None:
+def _show(studies: list[Study], *, stderr: bool = False) -> None:
     from autoplan.report import facts, terminal
 
     rows: list[tuple[str, ...]] = [
@@ -166,7 +166,7 @@ def _show(studies: list[Study]) -> None:
         for one in studies
     ]
     content = facts.Rows(("search", "age", "size", "workload", "trials", "result"), rows)
-    terminal.show_table(output.console(stderr=False), content, title="Searches", right=(4,))
+    terminal.show_table(output.console(stderr=stderr), content, title="Searches", right=(4,))
 
 
 def _result(study: Study) -> str:

@@ -44,10 +44,19 @@ class Study:
 
 
 def list_studies(store: Path) -> list[Study]:
-    """The searches in a store, the one that was written last first; what is no search is left out."""
-    if not store.is_dir():
-        return []
-    folders = (path for path in store.iterdir() if path.is_dir() and not path.is_symlink())
+    """The searches in a store, the one that was written last first; what is no search is left out.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    try:
+        paths = store.iterdir() if store.is_dir() else ()
+        folders = [path for path in paths if path.is_dir() and not path.is_symlink()]
+    except OSError as error:
+        raise StoreError(
+            f"the store {store} cannot be read: {error.strerror}",
+            hint="Make it readable, or give another with --store.",
+        ) from error
     return sorted((study for folder in folders if (study := _read(folder))), key=lambda study: study.age_s)
 
 

@@ -523,6 +523,44 @@ def test_searches_are_listed_and_removed_but_never_one_that_runs(cli, tmp_path, 
     assert cli("clean", "act", "--store", store).code == 0 and not (store / "active").exists()
 
 
+def test_clean_with_json_prints_one_document(cli, tmp_path: Path, monkeypatch) -> None:
+    make_study(tmp_path / "store", "found")
+    asked = cli("clean", "--store", "store", "--json")
+    assert asked.code == 2 and asked.document["status"] == "error" and "found" in asked.err
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdin, "readline", lambda: "y\n", raising=False)
+    assert cli("clean", "--store", "store", "--json").document["removed"] == ["found"]
+
+
+@pytest.mark.parametrize("more", [(), ("--tokens", "1B")], ids=["without tokens", "to a file as a folder"])
+def test_an_estimate_whose_page_cannot_be_written_prints_the_error_alone(cli, tmp_path: Path, more) -> None:
+    (tmp_path / "file").touch()
+    asked = ("estimate", "--model", "llama2-7b", "--cluster", "8xA100", *more, "--out", "file/page.html")
+    ended = cli(*asked)
+    assert ended.code == 2 and ended.out == "" and "error: " in ended.err
+    assert cli(*asked, "--json").document["status"] == "error"
+
+
+@pytest.mark.parametrize("function", ["stat", "listdir"])
+def test_a_folder_that_cannot_be_read_is_no_bug_of_ours(cli, tmp_path: Path, monkeypatch, function: str) -> None:
+    from autoplan.cli.doctor import _size
+
+    make_study(tmp_path / "store", "found")
+    read = getattr(os, function)
+
+    def refuse(path: Any, *given: Any, **named: Any) -> Any:
+        if not isinstance(path, int) and os.path.abspath(path).startswith(str(tmp_path)):
+            raise PermissionError(13, "Permission denied", path)
+        return read(path, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, function, refuse)
+        assert _size(tmp_path / "store" / "new")
+        for command in ("ls", "clean"):  # the settings file of the folder cannot be seen either
+            ended = cli(command, "--store", tmp_path / "store")
+            assert ended.code == 2 and f"{tmp_path / 'store'} cannot be read: Permission denied" in ended.err, ended.err
+
+
 def test_clean_takes_the_searches_that_are_named_and_no_other(cli, tmp_path: Path) -> None:
     from autoplan.planner.store.store import Store
 
