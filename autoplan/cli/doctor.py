@@ -100,7 +100,7 @@ def _diagnose(
 
         def tell(doing: str) -> None:  # what is refused at once is not said to have started
             if not shown:
-                shown.append((lambda text: None) if quiet else stack.enter_context(output.progress(doing)))
+                shown.append(stack.enter_context(output.progress(doing, quiet=quiet)))
             shown[0](doing)
 
         found = diagnose(

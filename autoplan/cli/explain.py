@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,7 +61,7 @@ def explain_command(
         from autoplan.report.staircase import document, show_staircase
 
         load_plan(plan, unverified_ok)  # says what is to be known of the file
-        with contextlib.nullcontext(lambda text: None) if quiet else output.progress("starting") as tell:
+        with output.progress("starting", quiet=quiet) as tell:
             found = climb(
                 plan,
                 budget=time_box,

@@ -58,7 +58,7 @@ def export_command(
     loaded = load_plan(plan, unverified_ok)
     said = secrets_note(loaded.workload)
     if said is not None:
-        output.console().print(f"note: {said}", markup=False, soft_wrap=True)
+        output.tell(f"note: {said}")
     exported = export_plan(
         loaded,
         to,

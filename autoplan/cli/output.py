@@ -37,13 +37,17 @@ def console(*, stderr: bool = True) -> Console:
 
 
 @contextmanager
-def progress(text: str, *, once: bool = False) -> Iterator[Callable[[str], None]]:
+def progress(text: str, *, once: bool = False, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """Shows on stderr what is being done: a line with a clock on a terminal, a line for each change elsewhere.
 
     Args:
         text: What is done first.
         once: Off a terminal, show this first line alone: the changes are many.
+        quiet: Show nothing.
     """
+    if quiet:
+        yield lambda doing: None
+        return
     screen = console()
     if is_plain(sys.stderr):
         said = [""]

@@ -71,5 +71,5 @@ def load_plan(path: Path, unverified_ok: bool = False) -> Plan:
 
     plan = Plan.load(path)
     for note in plan.load_notes:
-        output.console().print(f"note: {note}", markup=False, soft_wrap=True)
+        output.tell(f"note: {note}")
     return plan.accepted(unverified_ok)

@@ -15,12 +15,13 @@ from autoplan.units import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
     from autoplan.probes.nodes import NodesProfile
-    from autoplan.probes.profile import Device, HardwareProfile, Host
+    from autoplan.probes.profile import CollectiveReading, Device, HardwareProfile, Host
     from autoplan.record import Reading
 
 Row = tuple[str, ...]
 PLAIN = ("", "found", "from")
 """The headings of what is no matrix: a name, a figure, where it comes from."""
+COLLECTIVES = ("operation", "backend", "bus bandwidth", "latency")
 
 
 def probe_command(
@@ -69,16 +70,7 @@ def show_nodes(found: NodesProfile) -> None:
     """The nodes and their links on stdout, and what is slow."""
     _show("Nodes", ("node", "device", "products", "memory bandwidth"), node_rows(found))
     if found.collectives:
-        rows = [
-            (
-                f"{one.operation} x{one.group_size}",
-                one.backend,
-                format_rate(one.busbw_bytes_per_s),
-                format_time(one.latency_s),
-            )
-            for one in found.collectives
-        ]
-        _show("collectives over all ranks", ("operation", "backend", "bus bandwidth", "latency"), rows)
+        _show("collectives over all ranks", COLLECTIVES, collective_rows(found.collectives))
     if found.links:
         _show("links", ("nodes", "one message", "latency", "all-reduce, bus bandwidth"), link_rows(found))
     console = output.console(stderr=False)
@@ -135,17 +127,21 @@ def show_profile(profile: HardwareProfile) -> None:
         rows = [(f"{k.a} - {k.b}", k.kind, format_rate(k.bandwidth_bytes_per_s), k.detail) for k in profile.links]
         _show("links, one direction, datasheet", ("ends", "kind", "bandwidth", "detail"), rows)
     if profile.collectives:
-        rows = [
-            (f"{c.operation} x{c.group_size}", c.backend, format_rate(c.busbw_bytes_per_s), format_time(c.latency_s))
-            for c in profile.collectives
-        ]
-        _show("collectives", ("operation", "backend", "bus bandwidth", "latency"), rows)
+        _show("collectives", COLLECTIVES, collective_rows(profile.collectives))
     console = output.console(stderr=False)
     for note in (*profile.notes, *((profile.disturbed,) if profile.disturbed else ())):
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     console.print(
         f"profile {profile.fingerprint}, {format_seconds(profile.seconds_spent)}", markup=False, soft_wrap=True
     )
+
+
+def collective_rows(collectives: Sequence[CollectiveReading]) -> list[Row]:
+    """(operation and ranks, backend, bus bandwidth, latency) of each."""
+    return [
+        (f"{c.operation} x{c.group_size}", c.backend, format_rate(c.busbw_bytes_per_s), format_time(c.latency_s))
+        for c in collectives
+    ]
 
 
 def host_rows(host: Host) -> list[Row]:

@@ -46,4 +46,4 @@ def show_command(
         console.print()
         terminal.show_table(console, pareto_rows(loaded), title="Throughput against memory")
     if elsewhere:
-        output.console().print(f"note: {elsewhere}", markup=False)
+        output.tell(f"note: {elsewhere}")

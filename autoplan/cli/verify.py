@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -59,10 +58,10 @@ def verify_command(
     seconds = parse_duration_s(time_box)
     loaded, changed = make_verifiable(loaded, model, changed_ok=changed_ok)
     if changed is not None:
-        output.console().print(f"warning: {changed}", markup=False, soft_wrap=True)
+        output.tell(f"warning: {changed}")
     options = options_for(loaded, launcher, nodes, memory_limit=memory_limit, wait=wait)
     elsewhere = found_elsewhere(loaded)
-    with contextlib.nullcontext(lambda text: None) if quiet else output.progress("starting") as tell:
+    with output.progress("starting", quiet=quiet) as tell:
         found = verify_plan(loaded, seconds, options, on_progress=tell)
     if json_output:
         output.print_json(_document(loaded, found, elsewhere))
@@ -109,7 +108,7 @@ def _show(plan: Plan, found: Verification, elsewhere: str | None) -> None:
         limit = f", limit {format_bytes(found.memory_limit_bytes)}"
         print(f"peak memory: {format_bytes(trial.peak_memory_bytes)} here{limit}{beside}")
     if elsewhere:
-        output.console().print(f"note: {elsewhere}", markup=False, soft_wrap=True)
+        output.tell(f"note: {elsewhere}")
     for cause in found.causes:
         print(f"likely cause: {cause.text}")
     if found.exit_code == 0:
