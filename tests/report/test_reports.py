@@ -15,7 +15,6 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from autoplan.cli.search_result import next_step
 from autoplan.errors import UsageError
 from autoplan.planner.export.run import load_target
 from autoplan.planner.plan.plan import Plan
@@ -584,12 +583,14 @@ def test_no_screen_calls_the_users_setting_the_plain_run(capsys: pytest.CaptureF
     words = " ".join(re.findall(r">([^<]*)<", page))
     assert "over your setting" in words and "blue: yours" in words and "plain" not in words
     alone = plan.model_copy(update={"config": own, "accumulation": 8})
-    assert next_step(alone, "plan.json") == "nothing to apply: the plan is your setting"
+    assert facts.next_step(alone, "plan.json").words == "nothing to apply: the plan is your setting"
     stand_in = spec.model_copy(update={"own_setting": TrainingConfig(micro_batch=16, precision="bf16")})
     lost = plan.model_copy(update={"workload": stand_in})
     assert "the plain baseline (your setting does not run here)" in facts.headline(lost)
     assert "the hand setting was not looked at" in facts.headline(lost)
-    assert "plan.prepare" in next_step(lost.model_copy(update={"config": own, "accumulation": 8}), "plan.json")
+    assert (
+        "plan.prepare" in facts.next_step(lost.model_copy(update={"config": own, "accumulation": 8}), "plan.json").words
+    )
 
 
 def test_the_end_screen_has_one_line_of_the_ledger() -> None:
