@@ -64,7 +64,11 @@ FASTER = 1.5
 LAUNCH_FACTOR = math.exp(1.645 * PRIOR_SD["dispatch"])
 """The host may need so many times as long for its launches as predicted (one-sided 95 %)."""
 
-_SHOWN_OF_VARIANT = ("precision", "attention", "checkpointing", "loss")
+_SHOWN_OF_VARIANT = ("precision", "attention", "checkpointing", "loss", "parameters")
+_VALUES_OF_VARIANT = {
+    "precision=half": "precision=bf16 or fp16",
+    "parameters=bf16": "parameters=bf16 or bf16_stochastic",
+}
 
 
 def without_failed_variants(space: Space, failed: Mapping[str, str]) -> Space:
@@ -82,47 +86,43 @@ def without_failed_variants(space: Space, failed: Mapping[str, str]) -> Space:
         return space
     first, kind = space.candidates.kinds(*VARIANT_KNOBS)
     broken = [_failed_variant(space.candidates[int(place)], failed) for place in first]
-    kept = np.array([name is None for name in broken])[kind]
-    if not kept.any():
-        name, why = next(iter(failed.items()))
-        text = _describe_variant(name)
-        raise ConfigError(
-            f"none of the {len(space.candidates)} configurations runs with this model: {text}: {why}",
-            hint="Leave the knobs of that variant to the search, or fix them to other values.",
-        )
-    counts: dict[str, int] = {}
+    kept = np.array([variant is None for variant in broken])[kind]
+    counts: dict[VariantKey, int] = {}
     for variant, count in zip(broken, np.bincount(kind), strict=True):
         if variant is not None:
             counts[variant] = counts.get(variant, 0) + int(count)
+    if not kept.any():
+        variant = next(iter(counts))
+        raise ConfigError(
+            f"none of the {len(space.candidates)} configurations runs with this model: {_describe_variant(variant)}: "
+            f"{failed[variant.text()]}",
+            hint="Leave the knobs of that variant to the search, or fix them to other values.",
+        )
     families = [
         LeftOutFamily(
-            family=_describe_variant(name),
-            limit=f"it does not run with this model: {failed[name]}",
+            family=_describe_variant(variant),
+            limit=f"it does not run with this model: {failed[variant.text()]}",
             by="",
             configurations=count,
         )
-        for name, count in counts.items()
+        for variant, count in counts.items()
     ]
     return space.narrowed(space.candidates.take(kept), families)
 
 
-def _failed_variant(config: TrainingConfig, failed: Mapping[str, str]) -> str | None:
-    eager = (key.model_copy(update={"compiled": False}).text() for key in variants_of(config))
-    return next((name for name in eager if name in failed), None)
+def _failed_variant(config: TrainingConfig, failed: Mapping[str, str]) -> VariantKey | None:
+    eager = (key.model_copy(update={"compiled": False}) for key in variants_of(config))
+    return next((key for key in eager if key.text() in failed), None)
 
 
-def _describe_variant(name: str) -> str:
+def _describe_variant(key: VariantKey) -> str:
     """A variant by the knobs that are not the plain one's: `attention=sdpa checkpointing=full`."""
-    precision, attention, checkpointing, loss, _ = name.split("/")
-    key = VariantKey.model_validate(
-        {"precision": precision, "attention": attention, "checkpointing": checkpointing, "loss": loss}
-    )
     words = [
         f"{knob}={getattr(key, knob)}"
         for knob in _SHOWN_OF_VARIANT
         if getattr(key, knob) != getattr(PLAIN_VARIANT, knob)
     ]
-    return " ".join(words).replace("precision=half", "precision=bf16 or fp16")
+    return " ".join(_VALUES_OF_VARIANT.get(word, word) for word in words)
 
 
 # Twins: by rules on measured rates; where these are uncertain, they have to be further apart.

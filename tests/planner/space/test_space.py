@@ -21,6 +21,7 @@ from autoplan.planner.space.prune import (
     held_back,
     keep_what_may_win,
     needless_last_resorts,
+    without_failed_variants,
     without_last_resorts,
     without_twins,
 )
@@ -88,6 +89,18 @@ def test_what_a_technique_does_not_offer_is_kept_with_its_reason():
     family = next(family for family in space.left_out if family.family == "precision=tf32")
     assert family.limit == "TF32 is a format of NVIDIA GPUs"
     assert family.configurations == len(space.candidates) // 2
+
+
+def test_a_variant_that_failed_is_left_out_by_the_knobs_that_are_not_plain():
+    lossy = {"precision": "bf16", "parameters": "bf16", "checkpointing": "full"}
+    configs = [TrainingConfig.model_validate({"micro_batch": 1} | knobs) for knobs in ({}, lossy)]
+    failed = {"half/own/full/full/eager/bf16": "x"}
+    space = without_failed_variants(Space(candidates=ConfigTable.of(configs), left_out=(), values={}), failed)
+    assert list(space.candidates) == configs[:1]
+    text = "precision=bf16 or fp16 checkpointing=full parameters=bf16 or bf16_stochastic"
+    assert [(one.family, one.limit) for one in space.left_out] == [(text, "it does not run with this model: x")]
+    with pytest.raises(ConfigError, match=f"{text}: x"):
+        without_failed_variants(Space(candidates=ConfigTable.of(configs[1:]), left_out=(), values={}), failed)
 
 
 def test_fixed_knobs():
