@@ -97,7 +97,7 @@ def fit_variant(
     for a, b in pairs:
         key = _fit_operation(a, b, samples)
         groups[key] += 1
-        if key not in requests:
+        if key not in requests and a.call is not None:
             requests[key] = TimingRequest(small_batch=a.call, large_batch=b.call, count=1, flops=a.flops)
     middle = small[start : len(small) - end], large[start : len(large) - end]
     groups.update(_fit_repeated_operations(*middle, samples, requests))
@@ -158,7 +158,7 @@ def _fit_repeated_operations(
         ]
         key = (*name, *((fit.fixed, fit.per_sample) for fit in fits))
         groups[key] += 1
-        if a and key not in requests:
+        if a and key not in requests and a[0].call is not None:
             requests[key] = TimingRequest(small_batch=a[0].call, large_batch=None, count=len(a), flops=a[0].flops)
     return groups
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -60,7 +61,11 @@ class OpCall:
 
 @dataclass(kw_only=True, slots=True)
 class Operation:
-    """One operation as it ran, and how to run it again. `sizes` are m, n, k, batch of a matrix product; else zeros."""
+    """One operation as it ran.
+
+    `sizes` are m, n, k, batch of a matrix product; else zeros. `call` is how to run it again by itself; None for what
+    cannot: it takes functions (FlexAttention, torch.cond), or sparse or nested tensors.
+    """
 
     name: str
     kind: Kind
@@ -70,7 +75,7 @@ class Operation:
     bytes_moved: float
     output_bytes: float
     sizes: tuple[int, int, int, int]
-    call: OpCall
+    call: OpCall | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,7 +101,7 @@ class Recording:
 
 
 class OpRecorder(TorchDispatchMode):
-    """The dispatch mode that fills a Recording.
+    """The dispatch mode that fills a Recording. An operator that takes functions counts as one operation.
 
     Attributes:
         recording: What was recorded so far.
@@ -104,6 +109,8 @@ class OpRecorder(TorchDispatchMode):
         gradient_bytes: Those of them that are finished gradients.
         part: Of the micro-step, which runs now.
     """
+
+    supports_higher_order_operators = True  # else torch raises an error for FlexAttention, torch.cond and the like
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +180,7 @@ class OpRecorder(TorchDispatchMode):
             self._in_backward = True
             self.recording.saved_after_forward_bytes = self.live_bytes
         out = func(*args, **kwargs)
-        if func.is_view:
+        if _is_view(func):
             return out
         outputs = _tensors(out)
         allocated = [t for t in outputs if t.untyped_storage()._cdata not in self._seen]
@@ -195,11 +202,11 @@ class OpRecorder(TorchDispatchMode):
             sizes = 2 * sizes[len(inputs) :]
         elif name in ("embedding_dense_backward",):
             sizes.append(sizes[0])
-        packet = func._overloadpacket
+        call = _call_of(func, args, kwargs)
         flops = 0.0
         kind: Kind = "memory"
-        if packet in flop_registry:
-            flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
+        if call is not None and func._overloadpacket in flop_registry:
+            flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
             kind = _kind_of(name)
         elif _is_attention(name):
             kind = "attention"
@@ -213,20 +220,29 @@ class OpRecorder(TorchDispatchMode):
                 flops=flops,
                 bytes_moved=float(sum(sizes)),
                 output_bytes=float(sum(t.untyped_storage().nbytes() for t in allocated)),
-                sizes=_product_sizes(name, args),
-                call=OpCall(func, _shapes(args), _shapes(kwargs)),
+                sizes=(0, 0, 0, 0) if call is None else _product_sizes(name, args),
+                call=call,
             )
         )
 
 
 @functools.cache
 def _name(func: Any) -> str:
-    return str(func._schema.name).removeprefix("aten::")
+    return str(func.name() if _takes_functions(func) else func._schema.name).removeprefix("aten::")
 
 
 @functools.cache
 def _is_mutable(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
+    return _takes_functions(func) or bool(func._schema.is_mutable)  # what the functions do is not known
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    return not _takes_functions(func) and bool(func.is_view)
+
+
+def _takes_functions(func: Any) -> bool:
+    return isinstance(func, HigherOrderOperator)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -243,9 +259,29 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for part in value for tensor in _tensors(part)]
 
 
+class _WithoutSizesError(Exception):
+    """An argument is a tensor whose sizes and strides are no plain numbers."""
+
+
+def _call_of(func: Any, args: Any, kwargs: Any) -> OpCall | None:
+    """How to run an operation again; None for what cannot run by itself."""
+    try:
+        return None if _takes_functions(func) else OpCall(func, _shapes(args), _shapes(kwargs))
+    except _WithoutSizesError:
+        return None
+
+
 def _shapes(value: Any) -> Any:
-    """Arguments with a TensorShape for each tensor."""
+    """Arguments with a TensorShape for each tensor.
+
+    Raises:
+        _WithoutSizesError: a tensor is sparse or nested, or a size is that of a nested one.
+    """
+    if isinstance(value, torch.SymInt):
+        raise _WithoutSizesError
     if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_nested:
+            raise _WithoutSizesError
         return TensorShape(tuple(value.shape), tuple(value.stride()), value.dtype)
     if isinstance(value, dict):
         return {name: _shapes(part) for name, part in value.items()}
@@ -287,13 +323,15 @@ def _product_sizes(name: str, args: Any) -> tuple[int, int, int, int]:
 def _attention_flops(name: str, inputs: list[torch.Tensor]) -> float:
     """FLOPs of attention: 4 b h s s' d in the forward, 2.5 times that in the backward.
 
+    The first tensor of a backward is a gradient, except of FlexAttention's.
+
     Source: torch.utils.flop_counter, sdpa_flop_count and sdpa_backward_flop_count. They ignore a causal mask, and so
     does this function; the rates of the attention probe count FLOPs in the same way.
     """
-    four_dims = [t for t in inputs if t.dim() == 4]
+    four_dims = [t for t in inputs if t.dim() == 4 and not t.is_nested]
     backward = "backward" in name
     if len(four_dims) < 3:
         return 0.0
-    query, key = (four_dims[1], four_dims[2]) if backward else (four_dims[0], four_dims[1])
+    query, key = four_dims[1:3] if backward and "flex" not in name else four_dims[:2]
     b, h, s, d = query.shape
     return (10.0 if backward else 4.0) * b * h * s * key.shape[2] * d

@@ -216,3 +216,34 @@ def test_the_fused_loss_holds_the_logits_of_one_chunk_and_its_parts_are_marked()
     marked = [operation.name.startswith(IN_FUSED_LOSS) for operation in four.recording.operations]
     products = [operation.kind == "matmul" for operation in four.recording.operations]
     assert sum(marked) > 4 * 4 and not any(m and p for m, p in zip(marked, products, strict=True))
+
+
+def test_an_operator_that_takes_functions_is_one_operation() -> None:
+    """torch asks a mode for it, and raised an error for a program that trains."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    x = torch.randn(4)
+    query, key, value = (torch.randn(1, heads, 128, 16) for heads in (4, 2, 2))
+    with OpRecorder() as recorder:
+        torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        flex_attention(query, key, value, enable_gqa=True)
+    found = {operation.name: operation for operation in recorder.recording.operations}
+    branch, attention = found["cond"], found["flex_attention"]
+    assert (branch.kind, branch.output_bytes, branch.call) == ("memory", 16, None)
+    assert (attention.kind, attention.flops, attention.call) == ("attention", 4 * 4 * 128 * 128 * 16, None)
+    assert attention.output_bytes > 4 * query.numel()
+
+
+def test_sparse_and_nested_tensors_are_recorded() -> None:
+    """They have no strides, or no sizes: what takes them is not run by itself, and counts by its bytes."""
+    x, y = torch.eye(8), torch.randn(8, 4)
+    rows = [torch.randn(2, 4), torch.randn(3, 4)]
+    with OpRecorder() as recorder:
+        x.to_sparse_csr() @ y
+        torch.nested.nested_tensor(rows) * 2
+        torch.nested.nested_tensor(rows, layout=torch.jagged) * 2
+    last = recorder.recording.operations[-1]
+    product = next(operation for operation in recorder.recording.operations if operation.output_bytes == 8 * 4 * 4)
+    for operation in (product, last):
+        assert (operation.kind, operation.flops, operation.call) == ("memory", 0.0, None)
+    assert product.bytes_moved == 2 * 8 * 4 * 4
