@@ -370,6 +370,29 @@ def _(inputs: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(inputs)
 
 
+@torch.library.custom_op("trace_failures::looks_up", mutates_args=())
+def looks_up(inputs: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """Refuses the zeros that an operation by itself is given for whole numbers."""
+    assert bool(kinds.any())
+    return inputs.clone()
+
+
+@looks_up.register_fake
+def _(inputs: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(inputs)
+
+
+def test_an_operation_that_refuses_its_operands_by_itself_is_not_timed() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
+        kinds = torch.ones(len(batch), dtype=torch.long)
+        return LossSum(model(looks_up(batch, kinds)).sum(), len(batch))
+
+    request = TraceRequest(variants=(PLAIN,), timing_budget_s=5.0)
+    found = profile_workload(make_workload(lambda: nn.Linear(8, 8), loss), "cpu", identity="refuses", request=request)
+    timed = {group.name: group.measured_s is not None for group in found.variants[PLAIN.text()].groups}
+    assert found.method == "traced" and timed["trace_failures::looks_up"] is False and timed["sum"]
+
+
 class Crashing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
