@@ -362,8 +362,8 @@ def _trace(
             means.observer.on_note(note)
     if late:
         means.observer.on_note(
-            f"{late} of {len(everything)} variants were not traced within {TRACE_SHARE * means.budget_s:.0f} s, a "
-            "tenth of the budget: their predictions are rough until trials correct them"
+            f"{late} of {len(everything)} variants were not traced in the time ({TRACE_SHARE * means.budget_s:.0f} s, "
+            "a tenth of the budget) or the memory for it: their predictions are rough until trials correct them"
         )
     return with_rough_variants(profile, everything)
 

@@ -37,7 +37,7 @@ from autoplan.planner.trace.op_benchmark import time_operations
 from autoplan.planner.trace.record_step import make_batch
 from autoplan.planner.trace.rough_profile import with_rough_variants
 from autoplan.planner.trace.variant_tracer import DEPTHS, VariantTracer, gradient_bytes, uniform_depth
-from autoplan.processes import raised_from_outside
+from autoplan.processes import machine_trouble, raised_from_outside
 from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.techniques.fp8 import linear_weights
 from autoplan.strategies.techniques.loss_kernels import padded_as_on_cuda
@@ -127,7 +127,7 @@ def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> 
     structure = find_structure(tracer.models.built())
     notes: list[str] = []
     _choose_depth(tracer, structure, notes)
-    found = _trace_variants(tracer, structure, request)
+    found = _trace_variants(tracer, structure, request, notes)
     variants = found.variants
     if request.timing_budget_s > 0:
         device = torch.device(tracer.device)
@@ -162,7 +162,7 @@ class _Traced:
     Attributes:
         variants: The profiles of those that were traced, by the text of their key.
         failed: Why the others do not run, by the text of their key.
-        untraced: Those for which there was no time.
+        untraced: Those for which there was no time, or no memory.
     """
 
     variants: dict[str, VariantProfile] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class _Traced:
     untraced: list[VariantKey] = field(default_factory=list)
 
 
-def _trace_variants(tracer: VariantTracer, structure: Structure, request: TraceRequest) -> _Traced:
+def _trace_variants(tracer: VariantTracer, structure: Structure, request: TraceRequest, notes: list[str]) -> _Traced:
     """Traces the plain variant, then the others while there is time; one that fails does not stop the rest."""
     found = _Traced()
     began = time.perf_counter()
@@ -179,7 +179,7 @@ def _trace_variants(tracer: VariantTracer, structure: Structure, request: TraceR
     wanted = [key for key in request.variants or _variant_keys(structure) if key != PLAIN]
     for key in sorted(wanted, key=lambda key: key.attention != "own"):
         started = time.perf_counter()
-        tried = len(found.variants) + len(found.failed) > 1 or request.time_limit_s == 0
+        tried = sum(map(len, (found.variants, found.failed, found.untraced))) > 1 or request.time_limit_s == 0
         if tried and request.time_limit_s is not None and started - began + 2 * longest_s > request.time_limit_s:
             found.untraced.append(key)
             continue
@@ -190,7 +190,11 @@ def _trace_variants(tracer: VariantTracer, structure: Structure, request: TraceR
         except Exception as error:  # a technique that does not go with this model, whatever the library raises
             if raised_from_outside(error) is not None:  # which says nothing about the technique
                 raise
-            found.failed[key.text()] = _one_line(error)
+            if machine_trouble(error) is None:
+                found.failed[key.text()] = _one_line(error)
+            else:  # memory ran out: where there is more it may run
+                found.untraced.append(key)
+                notes.append(f"{key.text()} was not traced, its figures are estimates: {_one_line(error)}")
         longest_s = max(longest_s, time.perf_counter() - started)
     return found
 

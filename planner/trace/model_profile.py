@@ -214,7 +214,7 @@ class ModelProfile(Record):
         default_factory=dict, description="variants that do not run here, by VariantKey.text(), and why"
     )
     rough_variants: tuple[str, ...] = Field(
-        default=(), description="variants that were not traced for lack of time: their figures are estimates"
+        default=(), description="variants that were not traced for lack of time or memory: their figures are estimates"
     )
     timing_s: float = Field(default=0.0, description="what timing the operations was allowed; 0: none was timed")
     notes: tuple[str, ...] = ()

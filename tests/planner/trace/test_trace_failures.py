@@ -87,6 +87,24 @@ def test_a_variant_that_cannot_be_recomputed_is_left_out_and_the_others_stay() -
     assert "CheckpointError" in profile.failed_variants["fp32/own/full/full/eager"]
 
 
+def test_a_variant_that_runs_out_of_memory_is_estimated_and_may_still_run() -> None:
+    """A micro-step that is run for real, beside a neighbour that holds the GPU's memory for the moment."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
+        outputs = model(batch)
+        assert outputs.isfinite().all()  # which needs values
+        if torch.is_autocast_enabled("cpu"):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return LossSum(outputs.sum(), len(batch))
+
+    half = VariantKey(precision="half")
+    request = TraceRequest(variants=(PLAIN, half), time_limit_s=60.0)
+    found = profile_workload(make_workload(lambda: Model(Steady), loss), "cpu", identity="short", request=request)
+    assert found.method == "measured_block" and not found.failed_variants
+    assert found.rough_variants == (half.text(),) and half.text() in found.variants
+    assert any(half.text() in note and "out of memory" in note for note in found.notes)
+
+
 def test_the_plain_variant_alone_decides_and_its_own_error_comes_first() -> None:
     def broken(model: nn.Module, batch: torch.Tensor) -> LossSum:
         raise KeyError("label")
