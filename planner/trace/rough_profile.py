@@ -188,8 +188,8 @@ def rough_profile(facts: WorkloadFacts, device: str, why: str) -> ModelProfile:
             PeakFit(part="forward", first=kept, later=kept),
             PeakFit(part="backward", first=kept + gradients, later=kept),
         ),
-        block_saved_bytes=(1 / blocks) * saved,
-        rest_saved_bytes=logits,
+        block_saved_bytes=saved,  # as where blocks that differ are traced as one (num_blocks is 0)
+        rest_saved_bytes=kept,
     )
     return ModelProfile(
         identity=facts.spec.identity,

@@ -46,6 +46,9 @@ KEPT_SHARE = 0.25
 # Of what a compiled block keeps for its backward, from all (0) to what the selective policy keeps (1): 0.61 in fp32 and
 # 0.78 in bf16 on a small GPT-2, measured; not fitted further.
 COMPILED_KEEPS = 0.7
+# Activations of a variant that was not traced may be so many times more or less: a transformer saves 2.8 times what is
+# assumed of a model of unknown operations (planner/trace/rough_profile.py).
+ROUGH_ACTIVATIONS = 3.0
 PART = 1 << 15
 """Configurations of which an outlook is worked out at a time: their columns take some 50 MB."""
 
@@ -87,13 +90,17 @@ class CostTable(Outlook):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uncalibrated:
-    """Predictions as columns before trials correct them: it takes long to make, and trials change nothing in it."""
+    """Predictions as columns before trials correct them: it takes long to make, and trials change nothing in it.
+
+    `rough_bytes` are the activations of what was not traced, else zero.
+    """
 
     candidates: Candidates
     parts_s: Floats
     bubble_s: Floats
     hardware_flops: Floats
     memory: MemoryParts
+    rough_bytes: Floats
     host_bytes: Floats
 
 
@@ -201,12 +208,14 @@ class Estimator:
         """Variant by variant."""
         size = len(candidates)
         parts, memory = np.zeros((len(FACTORS), size)), np.zeros((len(MEMORY_PARTS), size))
-        bubble, flops, host = np.zeros(size), np.zeros(size), np.zeros(size)
+        bubble, flops, host, rough = (np.zeros(size) for _ in range(4))
         for here, some, plain, full in self._by_variant(candidates):
             parts[:, here], bubble[here], flops[here] = step_parts(self.machine, plain, full, some)
             parts[FACTORS.index("first_touch"), here] = self._first_touch_s(plain, full, some)
             held = traced_memory(plain, full, self.profile, some)
             memory[:, here] = [getattr(held, name) for name in MEMORY_PARTS]
+            if {plain.key.text(), full.key.text()} & {*self.profile.rough_variants}:
+                rough[here] = held.activations
             host[here] = traced_offload(plain, full, self.profile, some).host_bytes
         return Uncalibrated(
             candidates=candidates,
@@ -214,6 +223,7 @@ class Estimator:
             bubble_s=bubble,
             hardware_flops=flops,
             memory=MemoryParts(**dict(zip(MEMORY_PARTS, memory, strict=True))),
+            rough_bytes=rough,
             host_bytes=host,
         )
 
@@ -244,15 +254,22 @@ class Estimator:
         step, sd = self.time_fit.predict(raw.parts_s)
         bubble = raw.bubble_s * step / np.maximum(raw.parts_s.sum(axis=0), 1e-30)
         step = step + bubble
-        peak = self.memory_fit.predict(memory.live * np.where(candidates.keeps_memory, 1 + KEPT_SHARE, 1.0))
+        least, peak, most = (
+            self.memory_fit.predict(held * np.where(candidates.keeps_memory, 1 + KEPT_SHARE, 1.0))
+            for held in (
+                memory.live - (1 - 1 / ROUGH_ACTIVATIONS) * raw.rough_bytes,
+                memory.live,
+                memory.live + (ROUGH_ACTIVATIONS - 1) * raw.rough_bytes,
+            )
+        )
         time_spread, memory_spread = spread(sd), spread(self.memory_fit.sd)
         return CostTable(
             step_time_s=step,
             step_time_low_s=step / time_spread,
             step_time_high_s=step * time_spread,
             peak_memory_bytes=peak,
-            peak_memory_low_bytes=peak / memory_spread,
-            peak_memory_high_bytes=peak * memory_spread,
+            peak_memory_low_bytes=least / memory_spread,
+            peak_memory_high_bytes=most * memory_spread,
             live_bytes=memory.live,
             host_bytes=raw.host_bytes,
             model_flops=np.full(len(candidates), model_flops(self.profile, self.global_batch)),

@@ -20,7 +20,7 @@ from autoplan.planner.trace.model_profile import (
     variants_of,
     variants_to_trace,
 )
-from autoplan.planner.trace.rough_profile import rough_variant, with_rough_variants
+from autoplan.planner.trace.rough_profile import rough_profile, rough_variant, with_rough_variants
 from autoplan.planner.trace.trace import TraceLimits, trace_profile
 from autoplan.probes.run import read_host_profile
 from autoplan.processes import ProcessReport, Zygote, cause
@@ -170,6 +170,15 @@ def test_a_rough_variant_in_bf16_has_the_launches_of_its_casts(gpt2: ModelProfil
     key = VariantKey(precision="half")
     rough = rough_variant(key, {PLAIN.text(): gpt2.variants[PLAIN.text()]}, gpt2.num_blocks)
     assert rough.kernels == pytest.approx(gpt2.variants[key.text()].kernels, rel=0.15)
+
+
+def test_checkpointing_frees_most_of_what_a_model_that_was_not_traced_keeps() -> None:
+    """It was said to free one block's share of it, and could not be tried where nothing else fits."""
+    facts = inspect_workload(spec_from_objects(make_workload(lambda: Model(Steady))), make_hardware(), "cpu")
+    profile = rough_profile(facts.model_copy(update={"num_blocks": 24, "hidden_size": 512}), "cpu", "a test")
+    full = rough_variant(VariantKey(checkpointing="full"), profile.variants, profile.num_blocks)
+    plain, freed = (max(peak.later.at(8) for peak in found.peaks) for found in (profile.variants[PLAIN.text()], full))
+    assert 0 < freed < plain / 3
 
 
 def test_a_fixed_micro_batch_is_traced_at_its_size() -> None:

@@ -20,7 +20,7 @@ from autoplan.planner.cost.traced.candidates import from_configs
 from autoplan.planner.cost.traced.estimator import Estimator, Outlook
 from autoplan.planner.cost.traced.rates import fit_matmul
 from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
-from autoplan.planner.trace.model_profile import PLAIN, ModelProfile, TraceRequest
+from autoplan.planner.trace.model_profile import PLAIN, ModelProfile, TraceRequest, VariantKey
 from autoplan.planner.trace.trace import trace_workload
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import TrainingConfig
@@ -57,6 +57,19 @@ def test_predictions_keep_the_order_and_know_what_is_faster(profile: ModelProfil
     assert full.peak_memory_bytes < plain.peak_memory_bytes
     assert full.hardware_flops == pytest.approx(4 / 3 * (plain.hardware_flops or 0))
     assert plain.step_time_low_s < plain.step_time_s < plain.step_time_high_s
+
+
+def test_the_activations_of_what_was_not_traced_are_less_certain(
+    profile: ModelProfile, hardware: HardwareProfile
+) -> None:
+    """The same figures, once traced and once estimated: what is known of the states stays known."""
+    configs = [TrainingConfig(micro_batch=4), TrainingConfig(micro_batch=4, precision="bf16", compile="block")]
+    half = VariantKey(precision="half").text()
+    rough = profile.model_copy(update={"rough_variants": (half,)})
+    (plain, traced), (same, guessed) = (estimator(one, hardware).estimate(configs) for one in (profile, rough))
+    assert same == plain and guessed.peak_memory_bytes == traced.peak_memory_bytes
+    assert guessed.peak_memory_low_bytes < traced.peak_memory_low_bytes
+    assert traced.peak_memory_high_bytes < guessed.peak_memory_high_bytes < 3 * traced.peak_memory_high_bytes
 
 
 def test_one_by_one_and_all_at_once_are_the_same(profile: ModelProfile, hardware: HardwareProfile) -> None:
