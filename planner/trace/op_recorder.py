@@ -9,6 +9,7 @@ operation, the allocator's rounding, and the memory of the process itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -103,6 +104,8 @@ class Recording:
 class OpRecorder(TorchDispatchMode):
     """The dispatch mode that fills a Recording. An operator that takes functions counts as one operation.
 
+    Nothing compiles in it: the compiler would read this mode's own code, at the calls of torch.cond for instance.
+
     Attributes:
         recording: What was recorded so far.
         live_bytes: Bytes alive now.
@@ -121,6 +124,15 @@ class OpRecorder(TorchDispatchMode):
         self._in_backward = False
         self._prefix = ""
         self._seen: dict[int, weakref.ref[Any]] = {}
+        self._uncompiled = contextlib.ExitStack()
+
+    def __enter__(self) -> OpRecorder:
+        self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._uncompiled.close()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -237,13 +237,14 @@ def test_an_operator_that_takes_functions_is_one_operation() -> None:
 def test_sparse_and_nested_tensors_are_recorded() -> None:
     """They have no strides, or no sizes: what takes them is not run by itself, and counts by its bytes."""
     x, y = torch.eye(8), torch.randn(8, 4)
-    rows = [torch.randn(2, 4), torch.randn(3, 4)]
+    rows = [torch.randn(2, 8), torch.randn(3, 8)]
     with OpRecorder() as recorder:
         x.to_sparse_csr() @ y
         torch.nested.nested_tensor(rows) * 2
-        torch.nested.nested_tensor(rows, layout=torch.jagged) * 2
-    last = recorder.recording.operations[-1]
+        jagged = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+        torch.nn.functional.linear(jagged, y.mT).values().sum().backward()
     product = next(operation for operation in recorder.recording.operations if operation.output_bytes == 8 * 4 * 4)
-    for operation in (product, last):
+    doubled = next(operation for operation in recorder.recording.operations if operation.name == "mul")
+    for operation in (product, doubled):
         assert (operation.kind, operation.flops, operation.call) == ("memory", 0.0, None)
     assert product.bytes_moved == 2 * 8 * 4 * 4
