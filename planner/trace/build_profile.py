@@ -133,7 +133,8 @@ def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> 
         device = torch.device(tracer.device)
         timed = {} if request.known is None else timings_of(request.known, tracer.requests)
         new = {key: one for key, one in tracer.requests.items() if key not in timed}
-        tracer.timings = {**timed, **time_operations(new, device, request.timing_budget_s, notes)}
+        timings = time_operations(new, device, request.timing_budget_s, notes, request.memory_limit_bytes)
+        tracer.timings = {**timed, **timings}
         variants = {
             name: variant.model_copy(update={"groups": tuple(tracer.with_timing(g) for g in variant.groups)})
             for name, variant in variants.items()

@@ -98,7 +98,9 @@ def fit_variant(
         key = _fit_operation(a, b, samples)
         groups[key] += 1
         if key not in requests and a.call is not None:
-            requests[key] = TimingRequest(small_batch=a.call, large_batch=b.call, count=1, flops=a.flops)
+            requests[key] = TimingRequest(
+                small_batch=a.call, large_batch=b.call, count=1, flops=a.flops, output_bytes=a.output_bytes
+            )
     middle = small[start : len(small) - end], large[start : len(large) - end]
     groups.update(_fit_repeated_operations(*middle, samples, requests))
     peaks = {
@@ -158,8 +160,11 @@ def _fit_repeated_operations(
         ]
         key = (*name, *((fit.fixed, fit.per_sample) for fit in fits))
         groups[key] += 1
-        if a and key not in requests and a[0].call is not None:
-            requests[key] = TimingRequest(small_batch=a[0].call, large_batch=None, count=len(a), flops=a[0].flops)
+        one = a[0] if a else None
+        if one is not None and one.call is not None and key not in requests:
+            requests[key] = TimingRequest(
+                small_batch=one.call, large_batch=None, count=len(a), flops=one.flops, output_bytes=one.output_bytes
+            )
     return groups
 
 

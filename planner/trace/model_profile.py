@@ -229,6 +229,7 @@ class TraceRequest(Record):
         time_limit_s: No further variant is begun when it could not end within so many seconds; None: no limit. The
             plain variant has no limit, nor has the first one besides it, unless this is 0.
         timing_budget_s: Seconds for timing the recorded operations on the device, one by one; 0: none is timed.
+        memory_limit_bytes: Host memory of the process; None: no limit.
         known: The profile of an earlier trace: its operations are not timed again.
         not_fake: Why micro-steps are run for real from the start; None: fake tensors are tried first.
     """
@@ -236,5 +237,6 @@ class TraceRequest(Record):
     variants: tuple[VariantKey, ...] | None = None
     time_limit_s: float | None = None
     timing_budget_s: float = 0.0
+    memory_limit_bytes: int | None = None
     known: ModelProfile | None = None
     not_fake: str | None = None

@@ -48,6 +48,10 @@ LARGER_LIMIT_S = 0.03
 LARGER_LIMIT_BYTES = 192 << 20
 """An operation is timed at the first of these factors times the samples, too, that stays within both limits."""
 
+MEMORY_SHARE = 0.5
+"""Of a limit of memory, the share that one operation may take with its operands and results. The rest is for the
+process itself and for the operands that rotate."""
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -61,17 +65,24 @@ class TimingRequest:
             more samples.
         count: How many such operations the group has; the seconds of all of them are wanted.
         flops: Of one operation at the small micro-batch.
+        output_bytes: What it allocates.
     """
 
     small_batch: OpCall
     large_batch: OpCall | None
     count: int
     flops: float
+    output_bytes: float = 0.0
 
     @property
     def work(self) -> float:
         """FLOPs, or the bytes of the operands for an operation without FLOPs."""
         return self.flops or float(_operand_bytes(self.small_batch))
+
+    @property
+    def needed_bytes(self) -> float:
+        """Of its operands, its result, and the result of the run before."""
+        return _operand_bytes(self.small_batch) + 2 * self.output_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +100,11 @@ class OpTiming:
 
 
 def time_operations(
-    requests: Mapping[Key, TimingRequest], device: torch.device, budget_s: float, notes: list[str] | None = None
+    requests: Mapping[Key, TimingRequest],
+    device: torch.device,
+    budget_s: float,
+    notes: list[str] | None = None,
+    memory_limit_bytes: int | None = None,
 ) -> dict[Key, OpTiming]:
     """Times each group of operations.
 
@@ -103,7 +118,11 @@ def time_operations(
         budget_s: Seconds for all of them. An operation that is expected to take more than a third of what is left is
             not run.
         notes: Gets a sentence where an operation left the device unusable, which ends the timing; None: nobody asks.
+        memory_limit_bytes: Host memory of this process: on a CPU, what takes a large share of it is not run. None: no
+            limit.
     """
+    limited = device.type == "cpu" and memory_limit_bytes is not None
+    most_bytes = MEMORY_SHARE * memory_limit_bytes if limited else math.inf
     ends = time.perf_counter() + budget_s
     if device.type == "cpu":
         keep_freed_memory()
@@ -119,12 +138,12 @@ def time_operations(
         call_text, kind = repr((request.small_batch, request.large_batch)), _kind_of(request.small_batch)
         if call_text not in timing_of_call:
             expected_s = _scale_nearest(seconds_by_kind.get(kind, {}), request.work)
-            if left_s <= 0 or (expected_s is not None and 3 * expected_s > left_s):
+            if left_s <= 0 or (expected_s is not None and 3 * expected_s > left_s) or request.needed_bytes > most_bytes:
                 continue
             seconds = runner.time(request.small_batch, signed=request.flops > 0)
             if seconds is None:
                 continue
-            timing_of_call[call_text] = _time_larger(runner, request, seconds, left_s)
+            timing_of_call[call_text] = _time_larger(runner, request, seconds, left_s, most_bytes)
             seconds_by_kind.setdefault(kind, {})[request.work] = seconds
         timings[key] = timing_of_call[call_text].times(request.count)
     if runner.lost is not None and notes is not None:
@@ -159,7 +178,9 @@ def _scale_nearest(seconds_by_work: Mapping[float, float], work: float) -> float
     return seconds_by_work[nearest] * work / max(nearest, 1.0)
 
 
-def _time_larger(runner: OpRunner, request: TimingRequest, seconds: float, left_s: float) -> OpTiming:
+def _time_larger(
+    runner: OpRunner, request: TimingRequest, seconds: float, left_s: float, most_bytes: float
+) -> OpTiming:
     """Times the operation with more samples too, where it grows and the limits allow it."""
     small, large = request.small_batch, request.large_batch
     if large is not None and _operand_bytes(large) > _operand_bytes(small):
@@ -168,6 +189,8 @@ def _time_larger(runner: OpRunner, request: TimingRequest, seconds: float, left_
             size_bytes = _operand_bytes(small) * (1 + growth * (factor - 1))
             expected_s = seconds * factor
             if size_bytes > LARGER_LIMIT_BYTES or expected_s > LARGER_LIMIT_S or 8 * expected_s > left_s:
+                continue
+            if factor * request.needed_bytes > most_bytes:
                 continue
             call = extrapolate_call(small, large, factor)
             larger_s = runner.time(call, signed=request.flops > 0) if call is not None else None

@@ -138,17 +138,26 @@ def trace_profile(
             return known
     ends_at = None if limits.left_s is None else time.monotonic() + limits.left_s
     request = TraceRequest(
-        variants=variants, time_limit_s=limits.time_limit_s, timing_budget_s=limits.timing_budget_s, known=known
+        variants=variants,
+        time_limit_s=limits.time_limit_s,
+        timing_budget_s=limits.timing_budget_s,
+        memory_limit_bytes=limits.memory_limit_bytes,
+        known=known,
     )
     left_s = None if ends_at is None else lambda: ends_at - time.monotonic()
-    report = run_again(zygote, _task(spec, device, request, limits), on_attempt=on_attempt, left_s=left_s).report
+
+    def run(request: TraceRequest) -> ProcessReport:
+        return run_again(zygote, _task(spec, device, request, limits), on_attempt=on_attempt, left_s=left_s).report
+
+    report = run(request)
     result = report.ranks[0].result if report.ranks else None
     if isinstance(result, dict) and (why := result.get("why_not_fake")):  # real ones failed after them in one process
         request = request.model_copy(update={"not_fake": why})
-        report = run_again(zygote, _task(spec, device, request, limits), on_attempt=on_attempt, left_s=left_s).report
-    if cause_of(report) is Cause.FATAL_SIGNAL and request.timing_budget_s > 0:  # an operation by itself may crash
+        report = run(request)
+    crashed = cause_of(report) is Cause.FATAL_SIGNAL or report.ended is Ended.MEMORY_LIMIT
+    if crashed and request.timing_budget_s > 0:  # as an operation by itself may do
         request = request.model_copy(update={"timing_budget_s": 0.0})
-        report = run_again(zygote, _task(spec, device, request, limits), on_attempt=on_attempt, left_s=left_s).report
+        report = run(request)
     profile = _read_report(report, spec)
     if profile is not None:
         if known is not None:

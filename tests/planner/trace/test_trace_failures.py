@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,8 @@ from autoplan.strategies.workloads.sources import load_workload, make_spec
 from autoplan.strategies.workloads.workload import LossSum, Workload
 from tests.recorded import make_hardware
 from tests.strategies.tiny import GPT2, language
+
+LIMIT_BYTES = 640 << 20
 
 
 class Recounts(nn.Module):
@@ -418,6 +422,52 @@ def test_an_operation_that_refuses_its_operands_by_itself_is_not_timed() -> None
     found = profile_workload(make_workload(lambda: nn.Linear(8, 8), loss), "cpu", identity="refuses", request=request)
     timed = {group.name: group.measured_s is not None for group in found.variants[PLAIN.text()].groups}
     assert found.method == "traced" and timed["trace_failures::looks_up"] is False and timed["sum"]
+
+
+@torch.library.custom_op("trace_failures::hoards", mutates_args=())
+def hoards(inputs: torch.Tensor) -> torch.Tensor:
+    """Takes twice the memory of the limit, a little at a time."""
+    held = []
+    for _ in range(2 * LIMIT_BYTES >> 26):
+        held.append(torch.ones(1 << 24))
+        time.sleep(0.02)
+    return inputs.clone()
+
+
+@hoards.register_fake
+def _(inputs: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(inputs)
+
+
+def repeats(inputs: torch.Tensor) -> torch.Tensor:
+    """400 MiB of two samples."""
+    return inputs.repeat(1, 6_553_600).exp()
+
+
+@pytest.mark.parametrize("operation", [repeats, hoards])
+def test_an_operation_that_takes_much_memory_by_itself_costs_no_variant(
+    operation: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path, training_zygote: Zygote
+) -> None:
+    """What is seen to be large is not timed; what takes more than its operands is left out with the other times."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
+        return LossSum(operation(batch).sum() + model(batch).sum(), len(batch))
+
+    spec = spec_from_objects(make_workload(lambda: nn.Linear(8, 8), loss))
+    found = trace_profile(
+        spec,
+        device="cpu",
+        zygote=training_zygote,
+        hardware=make_hardware(),
+        facts=inspect_workload(spec, make_hardware(), "cpu"),
+        variants=(PLAIN, VariantKey(precision="half")),
+        cache_dir=tmp_path,
+        limits=TraceLimits(timing_budget_s=5.0, memory_limit_bytes=LIMIT_BYTES),
+    )
+    groups = found.variants[PLAIN.text()].groups
+    assert found.method == "traced" and not found.rough_variants
+    assert any(group.measured_s for group in groups) is (operation is repeats)
+    assert not any(group.measured_s for group in groups if group.name in ("repeat", "exp"))
 
 
 class Crashing(nn.Module):
