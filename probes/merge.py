@@ -156,12 +156,13 @@ def load_sentence(profile: HardwareProfile, kind: str, others_cpu_share: float) 
     return f"{why}: its rates are taken as less certain; autoplan probe --fresh measures again"
 
 
-def load_spread(kind: str, others_cpu_share: float) -> float:
+def load_spread(profile: HardwareProfile, kind: str, others_cpu_share: float) -> float:
     """How far off rates may be that were taken beside other work: its time over what was left.
 
-    Of a GPU that others used, half of the time is taken to have been theirs.
+    Of a GPU that was in use, half of the time is taken to have been others'.
     """
-    share = min(0.5 if kind == "cuda" else others_cpu_share, 0.66)
+    in_use = kind == "cuda" and any(_busy_share(device) is not None for device in profile.devices)
+    share = min(0.5 if in_use else others_cpu_share, 0.66)
     return share / (1 - share)
 
 

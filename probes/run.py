@@ -138,7 +138,7 @@ def run_probes(
         profile = with_collectives(running, profile, kind, ranks, on_progress)
     others = max(m.others_cpu_share for m in measured)
     disturbed = load_sentence(profile, kind, others)
-    spread = max(0.0 if disturbed is None else load_spread(kind, others), BRIEF_SPREAD if brief else 0.0)
+    spread = max(0.0 if disturbed is None else load_spread(profile, kind, others), BRIEF_SPREAD if brief else 0.0)
     found = [widened(one, spread) for one in measured] if spread else measured
     profile = profile.model_copy(
         update={

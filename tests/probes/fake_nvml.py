@@ -27,6 +27,7 @@ class FakeGpu:
     instances: list[FakeGpu] = field(default_factory=list)
     processes: list[Record] = field(default_factory=list)
     events: int = 0
+    use: int = 3  # %
     nvlinks: list[tuple[int, str | None]] = field(default_factory=list)  # (version enum, bus of the other end)
     unsupported: set[str] = field(default_factory=set)
 
@@ -42,7 +43,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlDeviceGetPowerUsage": lambda gpu: 120_500,
     "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: 700_000,
     "nvmlDeviceGetTemperature": lambda gpu, sensor: 41,
-    "nvmlDeviceGetUtilizationRates": lambda gpu: Record(gpu=3, memory=1),
+    "nvmlDeviceGetUtilizationRates": lambda gpu: Record(gpu=gpu.use, memory=1),
     "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: gpu.events,
     "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: gpu.events,
     "nvmlDeviceGetComputeRunningProcesses": lambda gpu: gpu.processes,

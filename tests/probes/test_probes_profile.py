@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from autoplan.probes.gpu import read_gpus
 from autoplan.probes.host import read_cpu_device, read_host
+from autoplan.probes.merge import SEVERE_SPREAD, load_spread
 from autoplan.probes.profile import Device, HardwareProfile, OperationReading
 from autoplan.record import Reading
 from tests.probes.fake_nvml import FakeGpu, FakeNvml
@@ -76,6 +77,12 @@ def test_other_software_or_limits_are_another_machine(change: dict[str, object])
     profile = make_profile()
     changed = profile.model_copy(update={"host": profile.host.model_copy(update=change)})
     assert changed.fingerprint != profile.fingerprint
+
+
+def test_work_on_the_cpu_says_little_of_the_rates_of_an_idle_gpu() -> None:
+    idle, used = make_profile(), make_profile(FakeGpu(use=90))
+    assert load_spread(idle, "cuda", 0.12) == load_spread(used, "cpu", 0.12) < SEVERE_SPREAD
+    assert load_spread(used, "cuda", 0.12) == 1.0
 
 
 def test_devices_are_found_by_type_and_rates_by_kind() -> None:
