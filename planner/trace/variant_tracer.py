@@ -224,8 +224,11 @@ class VariantTracer:
 
     @property
     def unused_parameters(self) -> bool:
-        """Whether the backward of a recording left a parameter that trains without a gradient."""
-        return any(recording.unused_parameters for recording in self._recordings.values())
+        """Whether a backward of the whole model left a parameter that trains without a gradient.
+
+        A truncated model may: it keeps what belongs to the blocks that it lacks.
+        """
+        return any(found.unused_parameters for (_, depth, _), found in self._recordings.items() if depth is None)
 
     @property
     def _is_truncated(self) -> bool:

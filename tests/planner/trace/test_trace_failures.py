@@ -333,6 +333,27 @@ class Steady(Recounts):
         return inputs + self.down(torch.relu(self.up(inputs)))
 
 
+class WithTables(Model):
+    """Each block has a table beside the list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(Steady, depth=6)
+        self.tables = nn.ModuleDict({str(n): nn.Embedding(4, 8) for n in range(6)})
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            places = torch.zeros(len(inputs), dtype=torch.long)
+            inputs = block(inputs + self.tables[str(number)](places))
+        return inputs
+
+
+def test_what_belongs_to_blocks_that_a_truncated_model_lacks_is_not_unused() -> None:
+    request = TraceRequest(variants=(PLAIN,))
+    found = profile_workload(make_workload(WithTables), "cpu", identity="tables", request=request)
+    assert found.num_blocks == 6 and not found.notes, "two and three blocks stand for it"
+    assert found.unused_parameters is False
+
+
 def test_a_reference_model_that_a_loss_moves_to_its_batch_keeps_its_values() -> None:
     """As a Trainer of preferences does: what the inspection runs without values must not take them."""
     reference = Model(Steady)
