@@ -1,7 +1,7 @@
 """The CUDA GPUs that this process may use, as the driver describes them. No CUDA context is made.
 
 `CUDA_VISIBLE_DEVICES` is followed as CUDA follows it: indices, UUIDs or their beginnings, MIG instances; the
-list ends at the first entry that names no device.
+list ends at the first entry that names no device. Of MIG instances a CUDA process sees one, and no GPU beside it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _visible_handles(nvml: Nvml, count: int, environ: Mapping[str, str]) -> tupl
         physical.append(answer.value)
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
-        return _without_parents(nvml, [h for h in physical if h is not None], notes), notes
+        return _as_seen_by_cuda(nvml, [h for h in physical if h is not None], notes), notes
     handles: list[Any] = []
     for entry in (part.strip() for part in wanted.split(",")):
         handle = _find_handle(nvml, physical, entry)
@@ -93,7 +93,7 @@ def _visible_handles(nvml: Nvml, count: int, environ: Mapping[str, str]) -> tupl
                 notes.append(f"CUDA_VISIBLE_DEVICES={wanted}: {entry!r} names no GPU; CUDA stops there")
             break
         handles.append(handle)
-    return handles, notes
+    return _as_seen_by_cuda(nvml, handles, notes), notes
 
 
 def _find_handle(nvml: Nvml, physical: list[Any], entry: str) -> Any:
@@ -112,20 +112,29 @@ def _find_handle(nvml: Nvml, physical: list[Any], entry: str) -> Any:
     return None
 
 
-def _without_parents(nvml: Nvml, handles: list[Any], notes: list[str]) -> list[Any]:
-    """Handles with each GPU in MIG mode replaced by its first instance: without a list, CUDA shows only that."""
-    seen = []
+def _as_seen_by_cuda(nvml: Nvml, handles: list[Any], notes: list[str]) -> list[Any]:
+    """The first MIG instance alone, where there is one: a GPU in MIG mode stands for its first instance.
+
+    Source: NVIDIA's MIG User Guide, "CUDA Device Enumeration": CUDA can only enumerate a single compute instance, and
+    then enumerates no GPU that is not in MIG mode.
+    """
+    whole, instances = [], []
     for handle in handles:
         mode = nvml.query("nvmlDeviceGetMigMode", handle)
-        if mode.reason is None and mode.value[0] == 1:
+        if str(nvml.query("nvmlDeviceGetUUID", handle).value or "").startswith("MIG-"):
+            instances.append(handle)
+        elif mode.reason is not None or mode.value[0] != 1:
+            whole.append(handle)
+        else:
             instance = nvml.query("nvmlDeviceGetMigDeviceHandleByIndex", handle, 0)
             if instance.reason is not None:
                 notes.append(f"a GPU is in MIG mode and has no instance to use: {instance.reason}")
                 continue
             notes.append("a GPU is in MIG mode: its first instance is used; CUDA_VISIBLE_DEVICES picks another")
-            handle = instance.value
-        seen.append(handle)
-    return seen
+            instances.append(instance.value)
+    if instances and len(whole) + len(instances) > 1:
+        notes.append("a CUDA process sees one MIG instance and no GPU beside it: the first instance is used alone")
+    return instances[:1] or whole
 
 
 def _read_device(nvml: Nvml, index: int, handle: Any, root: Path) -> Device:

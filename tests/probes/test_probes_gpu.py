@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,6 +113,11 @@ def test_mig_instances() -> None:
     parent = FakeGpu(name="NVIDIA A100-SXM4-40GB", mig=True, instances=slices)
     first = read_gpus(FakeNvml([parent]), environ={})
     assert [gpu.uuid for gpu in first.devices] == ["MIG-1"]
+    for visible in ("MIG-1,MIG-2", "0"):
+        reading = read_gpus(FakeNvml([parent]), environ={"CUDA_VISIBLE_DEVICES": visible})
+        assert [(gpu.uuid, gpu.memory_total_bytes.value) for gpu in reading.devices] == [("MIG-1", 5 << 30)], visible
+    two = read_gpus(FakeNvml([parent, dataclasses.replace(parent, uuid="GPU-aabb")]), environ={})
+    assert len(two.devices) == 1 and any("sees one MIG instance" in note for note in two.notes)
     second = read_gpus(FakeNvml([parent]), environ={"CUDA_VISIBLE_DEVICES": "MIG-2"})
     (gpu,) = second.devices
     assert gpu.uuid == "MIG-2" and gpu.mig is True and gpu.memory_total_bytes.value == 5 << 30
