@@ -256,8 +256,9 @@ def trace_cost_s(context: SearchContext, variants: Sequence[VariantKey] | None =
     wanted = _rough(context, variants)
     if not wanted and not _is_untimed(context):
         return 0.0
-    plain_s = context.plain_trace_s
-    more_s = min(VARIANT_SHARE * plain_s * len(wanted), TRACE_SHARE * context.means.budget_s)
+    plain_s, known = context.plain_trace_s, context.profile
+    again = max(len(known.variants) - len(known.rough_variants) - 1, 0) if _is_untimed(context) else 0  # to be timed
+    more_s = min(VARIANT_SHARE * plain_s * (len(wanted) + again), TRACE_SHARE * context.means.budget_s)
     return plain_s + more_s + _timing_s(context)
 
 

@@ -182,7 +182,7 @@ def group_key(group: OperationGroup) -> GroupKey:
 
 
 def timings_of(profile: ModelProfile, wanted: Iterable[GroupKey]) -> dict[GroupKey, OpTiming]:
-    """The wanted timings that a profile has: an operation takes as long in any phase."""
+    """The wanted timings that a profile has: an operation takes as long in any phase. Scaled ones do not count."""
     known = {
         _in_any_phase(group_key(group)): OpTiming(
             seconds=group.measured_s,
@@ -191,7 +191,7 @@ def timings_of(profile: ModelProfile, wanted: Iterable[GroupKey]) -> dict[GroupK
         )
         for variant in profile.variants.values()
         for group in variant.groups
-        if group.measured_s is not None
+        if group.measured_s is not None and not group.scaled
     }
     return {key: known[alike] for key in wanted if (alike := _in_any_phase(key)) in known}
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PROFILE_VERSION = 10
+PROFILE_VERSION = 11
 IN_FUSED_LOSS = "fused loss: "
 """Before the names of operations between the products of the fused loss. On CUDA they are compiled, except in fp16."""
 
@@ -78,6 +78,9 @@ class OperationGroup(Record):
     measured_samples: float = 0.0
     measured_more_s: float | None = Field(default=None, description="the same at more samples; None: not measured")
     measured_more_samples: float = 0.0
+    scaled: bool = Field(
+        default=False, description="`measured_s` is in proportion to an operation of its kind, for lack of time"
+    )
     tensor_split: TensorSplit = Field(
         default="none", description="the size that tensor parallelism divides; all: the bytes, by sequence parallelism"
     )

@@ -20,7 +20,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -87,16 +87,20 @@ class TimingRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpTiming:
-    """Measured seconds at the small micro-batch, and at `larger_factor` times its samples (None: not measured)."""
+    """Measured seconds at the small micro-batch, and at `larger_factor` times its samples (None: not measured).
+
+    `scaled`: not of this operation, but in proportion to one of its kind.
+    """
 
     seconds: float
     larger_s: float | None = None
     larger_factor: int = 1
+    scaled: bool = False
 
     def times(self, count: int) -> OpTiming:
         """The timing of `count` such operations."""
         larger_s = None if self.larger_s is None else count * self.larger_s
-        return OpTiming(seconds=count * self.seconds, larger_s=larger_s, larger_factor=self.larger_factor)
+        return replace(self, seconds=count * self.seconds, larger_s=larger_s)
 
 
 def time_operations(
@@ -152,7 +156,7 @@ def time_operations(
         if key not in timings:
             scaled_s = _scale_nearest(seconds_by_kind.get(_kind_of(request.small_batch), {}), request.work)
             if scaled_s is not None:
-                timings[key] = OpTiming(seconds=scaled_s).times(request.count)
+                timings[key] = OpTiming(seconds=scaled_s, scaled=True).times(request.count)
     return timings
 
 

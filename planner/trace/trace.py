@@ -223,14 +223,16 @@ def _without_input(profile: ModelProfile, report: ProcessReport) -> ModelProfile
 
 
 def _missing(known: ModelProfile, wanted: tuple[VariantKey, ...], timing_s: float) -> tuple[VariantKey, ...]:
-    """Those of the wanted variants that are to be traced; the plain one where operations are yet to be timed."""
+    """Those of the wanted variants that are to be traced; with the known ones where operations are yet to be timed."""
     found = {*known.variants, *known.failed_variants}
     missing = tuple(key for key in wanted if key.text() not in found)
-    return missing or (() if known.timing_s >= timing_s else (PLAIN,))
+    timed = known.timing_s >= timing_s
+    return missing if timed else (*missing, *(variant.key for variant in known.variants.values()))
 
 
 def _joined(known: ModelProfile, new: ModelProfile) -> ModelProfile:
-    """A new profile with what was known before it."""
+    """A new profile with what was known before it: a variant that was traced then, and not now, stays."""
+    new = only_rough(new, [new.variants[name].key for name in new.rough_variants if name not in known.variants])
     return new.model_copy(
         update={
             "variants": known.variants | new.variants,

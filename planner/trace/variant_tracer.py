@@ -293,7 +293,7 @@ class VariantTracer:
         timing = self.timings.get(group_key(group))
         if timing is None:
             return group
-        found = {"measured_s": timing.seconds, "measured_samples": float(self.samples[0])}
+        found = {"measured_s": timing.seconds, "measured_samples": float(self.samples[0]), "scaled": timing.scaled}
         if timing.larger_s is not None:
             found |= {
                 "measured_more_s": timing.larger_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from autoplan.planner.trace import op_benchmark
 from autoplan.planner.trace.linear_fit import group_key, timings_of
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, OperationGroup, VariantKey, VariantProfile
 from autoplan.planner.trace.op_benchmark import (
+    OpRunner,
     OpTiming,
     TimingRequest,
     extrapolate_call,
@@ -21,6 +23,8 @@ from autoplan.planner.trace.op_benchmark import (
     without_dropout,
 )
 from autoplan.planner.trace.op_recorder import OpCall, TensorShape
+from autoplan.planner.trace.variant_tracer import VariantTracer
+from tests.strategies.tiny import language
 
 ATEN = torch.ops.aten
 NOTHING_SAVED: dict[str, Any] = {"block_saved_bytes": LinearFit(), "rest_saved_bytes": LinearFit()}
@@ -146,6 +150,26 @@ def test_an_operation_that_was_timed_in_the_forward_is_known_in_the_backward() -
     profile = ModelProfile(**PLAIN_PROFILE, variants={VariantKey().text(): variant})
     found = timings_of(profile, [group_key(group) for group in (again, larger, untimed)])
     assert found == {group_key(again): OpTiming(seconds=1.0, larger_s=10.0, larger_factor=8)}
+
+
+def test_what_was_only_scaled_is_timed_with_a_larger_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations that take minutes, of a kind of which there is time for one."""
+    monkeypatch.setattr(OpRunner, "time", lambda self, call, *, signed=False: 100.0)
+    groups = {
+        size: OperationGroup(**ONE | {"name": "exp", "kind": "memory"}, bytes_moved=LinearFit(per_sample=8.0 * size))
+        for size in (1 << 20, 2 << 20, 4 << 20)
+    }
+    requests = {
+        group_key(group): once(OpCall(ATEN.exp.default, (shape(size),), {}), flops=0.0)
+        for size, group in groups.items()
+    }
+    tracer = VariantTracer(language(), "cpu", contextlib.nullcontext())
+    tracer.timings = time_operations(requests, torch.device("cpu"), 5.0)
+    timed = tuple(tracer.with_timing(group) for group in groups.values())
+    assert [group.measured_s for group in timed] == [25.0, 50.0, 100.0]
+    variant = VariantProfile(key=VariantKey(), groups=timed, kernels=3, peaks=(), **NOTHING_SAVED)
+    profile = ModelProfile(**PLAIN_PROFILE, variants={VariantKey().text(): variant})
+    assert set(timings_of(profile, requests)) == {group_key(groups[4 << 20])}
 
 
 def test_times_that_a_busy_machine_disturbed_are_left_out() -> None:

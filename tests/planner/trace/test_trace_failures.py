@@ -496,6 +496,26 @@ def test_an_operation_that_takes_much_memory_by_itself_costs_no_variant(
     assert not any(group.measured_s for group in groups if group.name in ("repeat", "exp"))
 
 
+def test_a_larger_budget_times_every_known_variant_again(tmp_path: Path, training_zygote: Zygote) -> None:
+    """What a small budget only scaled is in any of them; one for which there is no time stays as it was traced."""
+    spec, half = spec_from_objects(make_workload(lambda: nn.Linear(8, 8))), VariantKey(precision="half")
+
+    def trace(timing_s: float, time_limit_s: float) -> ModelProfile:
+        limits = TraceLimits(time_limit_s=time_limit_s, timing_budget_s=timing_s)
+        given = {"hardware": make_hardware(), "variants": (PLAIN, half), "cache_dir": tmp_path, "limits": limits}
+        return trace_profile(spec, device="cpu", zygote=training_zygote, **given)
+
+    def products(profile: ModelProfile) -> list[float | None]:
+        groups = profile.variants[half.text()].groups
+        return [group.measured_s for group in groups if group.kind == "matmul" and group.dtype == "bfloat16"]
+
+    first = trace(1e-9, 60.0)
+    assert not first.rough_variants and set(products(first)) == {None}
+    hurried = trace(2e-9, 0.0)
+    assert not hurried.rough_variants and hurried.variants[half.text()] == first.variants[half.text()]
+    assert all(products(trace(5.0, 60.0)))
+
+
 class Crashing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
