@@ -163,27 +163,31 @@ class HardwareProfile(Record):
 
     @property
     def kind(self) -> str:
-        """The same for all machines of one kind: without the GPUs' numbers, and memory in whole GiB."""
+        """The same for all machines of one kind: without the GPUs' numbers, and all memory in whole GiB."""
         return fingerprint(self.host, self.devices, of_kind=True)
 
 
 def fingerprint(host: Host, devices: tuple[Device, ...], *, of_kind: bool = False) -> str:
     """16 hex digits over the CPU, its core and memory limits, the GPUs, driver, CUDA and torch versions.
 
-    Available memory, clocks, load and measured rates are left out: they change without the machine changing.
+    Available memory, clocks, load and measured rates are left out: they change without the machine changing. So does
+    the host's memory by some pages, with each kernel: it counts in whole GiB.
     """
 
-    def size(reading: Reading) -> float | None:
-        return round(reading.value / 2**30) if of_kind and reading.value is not None else reading.value
+    def size(reading: Reading, *, whole: bool = of_kind) -> float | None:
+        return round(reading.value / 2**30) if whole and reading.value is not None else reading.value
 
     identity = {
         "cpu": host.cpu_model,
         "cores": host.cores_usable,
-        "memory_total_bytes": size(host.memory_total_bytes),
+        "memory_total_bytes": size(host.memory_total_bytes, whole=True),
         "cgroup_memory_limit_bytes": size(host.cgroup_memory_limit_bytes),
         "torch": host.torch,
         "driver": host.driver,
         "cuda": host.cuda,
-        "devices": [(d.type, d.name, None if of_kind else d.uuid, size(d.memory_total_bytes)) for d in devices],
+        "devices": [
+            (d.type, d.name, None if of_kind else d.uuid, size(d.memory_total_bytes, whole=of_kind or d.type == "cpu"))
+            for d in devices
+        ],
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]

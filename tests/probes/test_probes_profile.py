@@ -67,6 +67,21 @@ def test_what_moves_from_run_to_run_is_not_in_the_fingerprint() -> None:
     assert moved.fingerprint == profile.fingerprint
 
 
+def test_a_kernel_that_leaves_some_pages_more_is_the_same_machine() -> None:
+    """An update of it, or a balloon of the hypervisor: every search would begin anew."""
+
+    def with_memory(size_bytes: float) -> HardwareProfile:
+        profile = make_profile()
+        total = Reading.driver(size_bytes, "bytes", "/proc/meminfo MemTotal")
+        host = profile.host.model_copy(update={"memory_total_bytes": total})
+        gpu = profile.devices[0]
+        return profile.model_copy(update={"host": host, "devices": (gpu, read_cpu_device(host))})
+
+    before, after, more = (with_memory(size) for size in (33.1 * 2**30, 33.1 * 2**30 + 4096, 66 * 2**30))
+    assert after.fingerprint == before.fingerprint != more.fingerprint
+    assert after.kind == before.kind != more.kind
+
+
 @pytest.mark.parametrize("gpu", [FakeGpu(uuid="GPU-other"), FakeGpu(total=1 << 34), FakeGpu(name="Other")])
 def test_another_gpu_is_another_machine(gpu: FakeGpu) -> None:
     assert make_profile(gpu).fingerprint != make_profile().fingerprint
