@@ -63,6 +63,14 @@ def read_regular(path: Path, *, limit_bytes: int = 64 << 20) -> bytes:
     return content
 
 
+def read_or_empty(path: Path) -> str:
+    """The text of a small file, as the kernel has many; empty where it is not there or cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def open_regular(path: Path) -> BinaryIO:
     """A regular file, open to be read.
 

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoplan.files import read_or_empty
+
 # v1 writes "no limit" as the largest multiple of the page size below 2**63 (PAGE_COUNTER_MAX)
 UNLIMITED_FROM_BYTES = 1 << 60
 
@@ -63,13 +65,13 @@ def cpu_stat_path(root: Path = Path("/")) -> Path | None:
 def _levels(root: Path, controller: str) -> tuple[list[Path], int | None]:
     """The folders from this process's own cgroup up to its mount, and the cgroup version in charge."""
     mounts = _mounts(root)
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_or_empty(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         if controller in names.split(","):
             for mount in mounts:
                 if mount.kind == "cgroup" and controller in mount.options:
                     return _walk_up(root, mount, path), 1
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_or_empty(root / "proc/self/cgroup").splitlines():
         if line.startswith("0::"):
             for mount in mounts:
                 if mount.kind == "cgroup2":
@@ -88,7 +90,7 @@ class _Mount:
 def _mounts(root: Path) -> list[_Mount]:
     """The cgroup mounts of /proc/self/mountinfo (format: proc_pid_mountinfo(5))."""
     mounts = []
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    for line in read_or_empty(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         fields, tail = left.split(), right.split()
         if len(fields) >= 5 and len(tail) >= 3 and tail[0] in ("cgroup", "cgroup2"):
@@ -133,10 +135,10 @@ def _tightest_memory(root: Path, levels: list[Path], version: int | None) -> tup
     source = "no cgroup limit on the way up" if levels else "no cgroup mounted"
     for level in levels:
         for name in ("memory.limit_in_bytes",) if version == 1 else ("memory.max", "memory.high"):
-            value = _number(_read(level / name))
+            value = _number(read_or_empty(level / name))
             if value is None or value >= UNLIMITED_FROM_BYTES:
                 continue
-            used = _number(_read(level / ("memory.usage_in_bytes" if version == 1 else "memory.current")))
+            used = _number(read_or_empty(level / ("memory.usage_in_bytes" if version == 1 else "memory.current")))
             level_free = max(0, value - (used or 0) + _reclaimable_bytes(level, version))
             free = level_free if free is None else min(free, level_free)
             if limit is None or value < limit:
@@ -146,7 +148,7 @@ def _tightest_memory(root: Path, levels: list[Path], version: int | None) -> tup
 
 def _reclaimable_bytes(level: Path, version: int | None) -> int:
     key = "total_inactive_file" if version == 1 else "inactive_file"
-    for line in _read(level / "memory.stat").splitlines():
+    for line in read_or_empty(level / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name == key:
             return _number(value) or 0
@@ -160,24 +162,17 @@ def _tightest_cpu(root: Path, levels: list[Path], version: int | None) -> tuple[
     for level in levels:
         if version == 1:
             name = "cpu.cfs_quota_us"
-            quota = _number(_read(level / name))
-            period = _number(_read(level / "cpu.cfs_period_us"))
+            quota = _number(read_or_empty(level / name))
+            period = _number(read_or_empty(level / "cpu.cfs_period_us"))
         else:
             name = "cpu.max"
-            fields = _read(level / name).split()
+            fields = read_or_empty(level / name).split()
             quota, period = (_number(fields[0]), _number(fields[1])) if len(fields) == 2 else (None, None)
         if quota is None or period is None or quota <= 0 or period <= 0:
             continue
         if limit is None or quota / period < limit:
             limit, source = quota / period, f"/{(level / name).relative_to(root)}"
     return limit, source
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def _number(text: str) -> int | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from autoplan.files import read_or_empty
 from autoplan.processes import linux
 
 GAUGE_SIZE, GAUGE_PRODUCTS, GAUGE_REPEATS = 48, 200, 3
@@ -95,7 +96,7 @@ def read_idle(cores: set[int], path: Path = Path("/proc/stat")) -> tuple[float |
     """
     idle = steal = 0
     found = False
-    for line in _lines(path):
+    for line in read_or_empty(path).splitlines():
         name, *fields = line.split()
         if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores and len(fields) >= 8:
             found = found or any(map(int, fields))
@@ -113,7 +114,7 @@ def read_waited(task: Path = Path("/proc/self/task")) -> dict[int, float]:
     """Seconds that each thread of this process waited for a core (the second figure of schedstat, in ns)."""
     waited: dict[int, float] = {}
     for folder in task.iterdir() if task.is_dir() else ():
-        fields = " ".join(_lines(folder / "schedstat")).split()
+        fields = read_or_empty(folder / "schedstat").split()
         if len(fields) >= 2:
             waited[int(folder.name)] = int(fields[1]) / 1e9
     return waited
@@ -121,7 +122,7 @@ def read_waited(task: Path = Path("/proc/self/task")) -> dict[int, float]:
 
 def read_pressure(path: Path = Path("/proc/pressure/cpu")) -> float | None:
     """Seconds in which some task of this machine waited for a core (PSI, in microseconds); None where it is off."""
-    for line in _lines(path):
+    for line in read_or_empty(path).splitlines():
         if line.startswith("some ") and "total=" in line:
             return int(line.rpartition("total=")[2]) / 1e6
     return None
@@ -129,18 +130,12 @@ def read_pressure(path: Path = Path("/proc/pressure/cpu")) -> float | None:
 
 def read_throttling(cpu_stat: Path | None) -> tuple[int, float]:
     """(periods, seconds) in which the cgroup stood still because its quota was used up; cgroup v1 and v2."""
-    found = dict(line.split(maxsplit=1) for line in _lines(cpu_stat) if len(line.split()) == 2) if cpu_stat else {}
+    lines = [] if cpu_stat is None else read_or_empty(cpu_stat).splitlines()
+    found = dict(line.split(maxsplit=1) for line in lines if len(line.split()) == 2)
     seconds = int(found["throttled_usec"]) / 1e6 if "throttled_usec" in found else 0.0
     if "throttled_time" in found:  # v1, in nanoseconds
         seconds = int(found["throttled_time"]) / 1e9
     return int(found.get("nr_throttled", 0)), seconds
-
-
-def _lines(path: Path | None) -> list[str]:
-    try:
-        return [] if path is None else path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def cpu_shares(before: CpuTimes, after: CpuTimes, cores: int) -> tuple[float | None, float | None]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from autoplan.files import read_or_empty
 from autoplan.probes.cgroup import CgroupLimits, read_cgroup_limits
 from autoplan.probes.profile import Device, Host
 from autoplan.record import Reading
@@ -105,7 +106,7 @@ def count_usable_cores(limits: CgroupLimits | None = None) -> int:
 def read_cpu_model(root: Path = Path("/")) -> tuple[str, tuple[str, ...]]:
     """The CPU's name and those of its vector extensions that matter, from /proc/cpuinfo."""
     name, present = "", set[str]()
-    for line in _read(root / "proc/cpuinfo").splitlines():
+    for line in read_or_empty(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         key = key.strip().lower()
         if key == "model name" and not name:
@@ -118,14 +119,14 @@ def read_cpu_model(root: Path = Path("/")) -> tuple[str, tuple[str, ...]]:
 
 def read_numa_nodes(root: Path = Path("/")) -> tuple[int, ...]:
     """The ids of the NUMA nodes that are online (/sys/devices/system/node)."""
-    return parse_id_list(_read(root / "sys/devices/system/node/online"))
+    return parse_id_list(read_or_empty(root / "sys/devices/system/node/online"))
 
 
 def read_last_level_cache_bytes(root: Path = Path("/")) -> int | None:
     """The size of the largest cache of the first CPU; None if /sys does not say."""
     sizes = []
     for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = _read(path).strip()
+        text = read_or_empty(path).strip()
         if text[:-1].isdigit() and text[-1:] in ("K", "M", "G"):
             sizes.append(int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[text[-1]])
     return max(sizes, default=None)
@@ -163,7 +164,7 @@ def read_torch_build() -> tuple[str, str | None]:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return version, None
-    source = _read(Path(spec.origin).with_name("version.py"))  # lines like: cuda: Optional[str] = '12.8'
+    source = read_or_empty(Path(spec.origin).with_name("version.py"))  # lines like: cuda: Optional[str] = '12.8'
     found = dict(re.findall(r"^(\w+)\b[^=\n]*= *['\"]([^'\"]*)['\"]", source, re.MULTILINE))
     return found.get("__version__", version), found.get("cuda")
 
@@ -185,10 +186,3 @@ def _load_average() -> Reading:
         return Reading.driver(os.getloadavg()[0], "1", "load average of the last minute")
     except OSError as error:
         return Reading.unknown("1", f"no load average: {error}")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
