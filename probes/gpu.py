@@ -28,7 +28,6 @@ class GpuReading:
     devices: tuple[Device, ...] = ()
     links: tuple[Link, ...] = ()
     driver: str | None = None
-    cuda_driver: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -51,11 +50,9 @@ def read_gpus(api: Any = None, *, environ: Mapping[str, str] | None = None, root
 
 def _read(nvml: Nvml, environ: Mapping[str, str], root: Path) -> GpuReading:
     driver = nvml.query("nvmlSystemGetDriverVersion").value
-    version = nvml.query("nvmlSystemGetCudaDriverVersion").value
-    cuda = f"{version // 1000}.{version % 1000 // 10}" if isinstance(version, int) else None
     count = nvml.query("nvmlDeviceGetCount")
     if count.reason is not None:
-        return GpuReading(driver=driver, cuda_driver=cuda, notes=(f"no GPU was read: {count.reason}",))
+        return GpuReading(driver=driver, notes=(f"no GPU was read: {count.reason}",))
     handles, notes = _visible_handles(nvml, count.value, environ)
     devices = tuple(_read_device(nvml, index, handle, root) for index, handle in enumerate(handles))
     names = {device.name for device in devices}
@@ -68,7 +65,6 @@ def _read(nvml: Nvml, environ: Mapping[str, str], root: Path) -> GpuReading:
         devices=devices,
         links=read_links(nvml, handles),
         driver=driver,
-        cuda_driver=cuda,
         notes=tuple(notes),
     )
 

@@ -81,9 +81,6 @@ class FakeNvml:
     def nvmlSystemGetDriverVersion(self) -> bytes:
         return b"570.00"
 
-    def nvmlSystemGetCudaDriverVersion(self) -> int:
-        return 12080
-
     def nvmlDeviceGetCount(self) -> int:
         return len(self.gpus)
 

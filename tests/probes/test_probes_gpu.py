@@ -36,7 +36,7 @@ def test_a_gpu_is_read_with_units(tmp_path: Path) -> None:
     assert gpu.datasheet_name == "NVIDIA H100 SXM 80GB"
     assert gpu.datasheet_peak_flops_per_s["bfloat16"].value == 989.4e12
     assert gpu.datasheet_peak_flops_per_s["bfloat16"].provenance == "datasheet"
-    assert (reading.driver, reading.cuda_driver) == ("570.00", "12.8")
+    assert reading.driver == "570.00"
     assert api.shut_down == 1
 
 
