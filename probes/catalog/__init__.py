@@ -51,7 +51,6 @@ class ChipSheet(Record):
     memory_bytes: Figure
     memory_bandwidth_bytes_per_s: Figure
     peak_flops_per_s: dict[str, Figure] = Field(description="dense: float32, tf32, bfloat16, float16, float8")
-    power_w: Figure | None = None
     last_level_cache_bytes: Figure | None = None
     multiprocessors: Figure | None = None
     gpu_link: str | None = Field(default=None, description="NVLink or Infinity Fabric: a name in the link catalogue")

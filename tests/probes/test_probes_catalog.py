@@ -15,7 +15,7 @@ CHIPS = sorted(catalog.chips().items())
 @pytest.mark.parametrize("file, chip", CHIPS, ids=[file for file, _ in CHIPS])
 def test_every_figure_of_a_chip_has_a_source(file: str, chip: ChipSheet) -> None:
     figures = [chip.memory_bytes, chip.memory_bandwidth_bytes_per_s, *chip.peak_flops_per_s.values()]
-    figures += [figure for figure in (chip.power_w, chip.last_level_cache_bytes) if figure is not None]
+    figures += [chip.last_level_cache_bytes] if chip.last_level_cache_bytes is not None else []
     for figure in figures:
         assert figure.source in chip.sources, f"{file}: {figure.source}"
         assert figure.value > 0 and figure.printed
@@ -57,12 +57,11 @@ def test_dense_16_bit_peaks_fit_the_generation(file: str, chip: ChipSheet) -> No
 
 
 @pytest.mark.parametrize("file, chip", CHIPS, ids=[file for file, _ in CHIPS])
-def test_clocks_and_power_are_those_of_a_gpu(file: str, chip: ChipSheet) -> None:
+def test_clocks_are_those_of_a_gpu(file: str, chip: ChipSheet) -> None:
     """Vector float32: 64 or 128 lanes a multiprocessor (256 on CDNA 3), two operations a clock of 1.3 to 2.7 GHz."""
-    assert chip.multiprocessors is not None and chip.power_w is not None
+    assert chip.multiprocessors is not None
     per_clock = chip.peak_flops_per_s["float32"].value / chip.multiprocessors.value / 2
     assert any(1.3e9 < per_clock / lanes < 2.7e9 for lanes in (64, 128, 256)), per_clock
-    assert 50 < chip.power_w.value <= 1200
 
 
 def test_no_name_means_two_chips() -> None:
