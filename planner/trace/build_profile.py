@@ -180,7 +180,8 @@ def _trace_variants(tracer: VariantTracer, structure: Structure, request: TraceR
     wanted = [key for key in request.variants or _variant_keys(structure) if key != PLAIN]
     for key in sorted(wanted, key=lambda key: key.attention != "own"):
         started = time.perf_counter()
-        tried = sum(map(len, (found.variants, found.failed, found.untraced))) > 1 or request.time_limit_s == 0
+        done = len(found.variants) + len(found.failed) + len(found.untraced)
+        tried = done > 1 or request.time_limit_s == 0
         if tried and request.time_limit_s is not None and started - began + 2 * longest_s > request.time_limit_s:
             found.untraced.append(key)
             continue

@@ -125,8 +125,7 @@ def time_operations(
         memory_limit_bytes: Host memory of this process: on a CPU, what takes a large share of it is not run. None: no
             limit.
     """
-    limited = device.type == "cpu" and memory_limit_bytes is not None
-    most_bytes = MEMORY_SHARE * memory_limit_bytes if limited else math.inf
+    most_bytes = MEMORY_SHARE * memory_limit_bytes if memory_limit_bytes and device.type == "cpu" else math.inf
     ends = time.perf_counter() + budget_s
     if device.type == "cpu":
         keep_freed_memory()
@@ -152,12 +151,22 @@ def time_operations(
         timings[key] = timing_of_call[call_text].times(request.count)
     if runner.lost is not None and notes is not None:
         notes.append(f"the timing of operations ended early, since {device} ran nothing more after {runner.lost}")
-    for key, request in requests.items():
-        if key not in timings:
-            scaled_s = _scale_nearest(seconds_by_kind.get(_kind_of(request.small_batch), {}), request.work)
-            if scaled_s is not None:
-                timings[key] = OpTiming(seconds=scaled_s, scaled=True).times(request.count)
-    return timings
+    return timings | _scaled_timings({key: one for key, one in requests.items() if key not in timings}, seconds_by_kind)
+
+
+def _scaled_timings(
+    requests: Mapping[Key, TimingRequest], seconds_by_kind: Mapping[Hashable, Mapping[float, float]]
+) -> dict[Key, OpTiming]:
+    """Of groups of operations that were not timed, those of which another of the kind was."""
+    found = {
+        key: _scale_nearest(seconds_by_kind.get(_kind_of(request.small_batch), {}), request.work)
+        for key, request in requests.items()
+    }
+    return {
+        key: OpTiming(seconds=seconds, scaled=True).times(requests[key].count)
+        for key, seconds in found.items()
+        if seconds is not None
+    }
 
 
 def _timing_order(requests: Mapping[Key, TimingRequest]) -> list[Key]:

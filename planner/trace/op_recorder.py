@@ -128,7 +128,7 @@ class OpRecorder(TorchDispatchMode):
 
     def __enter__(self) -> OpRecorder:
         self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
