@@ -4,7 +4,7 @@
   the others are agents, and find it through torchrun's own store. torchrun starts lost ones again (--max-restarts).
 - `slurm`: inside an allocation, one `srun` for each other node of it. Outside, as on a login node, `sbatch` of a job
   with an agent on each of its nodes; this machine then runs no rank.
-- `ray`: an actor on each of so many other nodes of the cluster as are wanted, with the node's GPUs.
+- `ray`: a placement group reserves the other nodes that are wanted, with their GPUs; an actor on each starts the agent.
 
 What an agent needs to know goes in its environment or through the engine, never in a command line.
 """
@@ -38,8 +38,12 @@ QUEUE_LOOK_S = 5.0
 """Between two questions to SLURM about a job."""
 AGAIN_S = 5.0
 """Between two starts of an agent on one node: one that ends at once would be started again without a pause."""
+NODE_LABEL = "ray.io/node-id"
+"""Ray gives each node this label."""
 PLACE_S = 10.0
-"""How long the first actors may take to start, before those that have started are used."""
+"""How long Ray may take to reserve the nodes before the user is told what is waited for."""
+RESERVE_S = 600.0
+"""How long it may take at most: its autoscaler rents and starts a machine in minutes."""
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 SHORT_S, MOST_SHORT = 20.0, 3
 """A job that ran for less has done nothing; so many in a row are an error. An agent that cannot start ends at once."""
@@ -385,7 +389,14 @@ def _last_line(text: str) -> str:
 
 
 class Ray:
-    """An actor of Ray on another node of the cluster starts the agent there, and has the node's GPUs.
+    """A placement group reserves the other nodes; on each an actor starts the agent, and has the node's GPUs.
+
+    The group has one bundle for each node, and Ray gives all of them or none. The label of the planner's own node is
+    excluded: that is a node of the search already. If a node is lost, Ray places its bundle on another one. There is
+    one actor on a node, not one for each rank: its agent starts the ranks as processes of its own, so that limits of
+    memory, deadlines and the end of process trees are the same code as on one machine.
+
+    Ray removes the group of a process that was killed, since it is not detached.
 
     Raises:
         DeviceError: Ray is not installed, or no cluster is found.
@@ -411,90 +422,138 @@ class Ray:
                     hint="ray start --head; elsewhere ray start --address HOST:6379",
                 ) from error
             self._began = True
-        self._actors: dict[str, Any] = {}
-        self._placed: dict[str, Any] = {}
-        self._ends: dict[str, Any] = {}
-        self._started_at: dict[str, float] = {}
-        self._had = set[str]()  # nodes with an agent so far: if one is lost, another is taken first
-        self._useless = set[str]()  # nodes whose agent was sent away
+        self._group: Any = None
+        self._actors: dict[int, Any] = {}  # by the number of the bundle, as all below
+        self._ends: dict[int, Any] = {}
+        self._started_at: dict[int, float] = {}
+        self._sent_away_at: float | None = None  # the last agent of this group's that was
+        self._useless = set[str]()  # nodes whose agent was sent away: the next group is without them
 
     def address(self) -> str:
         """Ray's own for this node."""
         return own_address(self._ray.util.get_node_ip_address())
 
     def ensure(self, wanted: Wanted) -> None:
-        """So many actors as agents are wanted. One whose agent has ended is replaced, by one of another node if any.
+        """Reserves the nodes, once, and starts an agent on each; one that has ended is started again.
 
-        An actor waits while others have the GPUs of its node. So each node is asked for one, and those that are not
-        needed, or have not started when there are enough, are given back.
+        A group cannot change one of its nodes. So where an agent was sent away, the whole group is given back, and
+        another is asked for; after a pause, in which others of the same start may be sent away too.
 
         Raises:
-            DeviceError: agents were sent away, and there are too few other nodes.
+            DeviceError: Ray does not give the nodes, or agents were sent away and there are too few other nodes.
         """
-        here = self._ray.get_runtime_context().get_node_id()
-        living = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]} - {here}
-        for node in [node for node in self._actors if node not in living or self._is_done(self._ends.get(node))]:
-            if self._was_sent_away(self._ends.get(node)):
-                self._useless.add(node)
-            self._give_back(node)
-        if len(self._ends) >= wanted.agents:
+        for index in [index for index, end in self._ends.items() if self._is_done(end)]:
+            self._take_end(index)
+        if self._sent_away_at is not None and not _is_early(self._sent_away_at):
+            self._check_left(wanted.agents)
+            wanted.on_note("Ray is asked for other nodes, and all agents start again")
+            self._give_back()
+        if self._group is None:
+            self._reserve(wanted)
+        for index in range(wanted.agents):
+            if index not in self._ends and not self._is_waiting(index):
+                self._start_in(index, wanted)
+
+    def _reserve(self, wanted: Wanted) -> None:
+        """Waits until Ray has reserved as many other nodes as agents are wanted.
+
+        Raises:
+            DeviceError: it has not, in time.
+        """
+        bundle = {"CPU": 1} | ({"GPU": self._gpus} if self._gpus else {})
+        excluded = ",".join(sorted({self._own(), *self._useless}))
+        self._group = self._ray.util.placement_group(
+            [bundle] * wanted.agents,
+            strategy="STRICT_SPREAD",
+            bundle_label_selector=[{NODE_LABEL: f"!in({excluded})"}] * wanted.agents,
+        )
+        ready = self._group.ready()
+        if self._ray.wait([ready], timeout=PLACE_S)[0]:
             return
-        if self._useless and len(living - self._useless) < wanted.agents:
-            usable = len(living - self._useless)
+        asked = " and ".join(f"{count} {name}" for name, count in bundle.items())
+        asked = f"{wanted.agents} other node(s) with {asked} each"
+        wanted.on_note(f"Ray is asked for {asked}: {self._describe_cluster()}")
+        if not self._ray.wait([ready], timeout=max(0.0, RESERVE_S - PLACE_S))[0]:
             raise DeviceError(
-                f"{usable} other node(s) of Ray's cluster can be used, and {wanted.agents} are needed",
+                f"Ray did not give {asked} in {RESERVE_S:g} s: {self._describe_cluster()}",
+                hint="`ray status` says what holds them; --nodes asks for fewer.",
+            )
+
+    def _describe_cluster(self) -> str:
+        """What the nodes have that may be given, and what is free."""
+        having = [_resources(node["Resources"]) for node in self._others()]
+        kinds = ", ".join(f"{having.count(kind)} node(s) with {kind}" for kind in dict.fromkeys(having)) or "no node"
+        free = _resources(self._ray.available_resources())
+        return f"the cluster has, besides this node, {kinds}; free in all of it: {free}"
+
+    def _own(self) -> str:
+        """The planner's own node."""
+        return str(self._ray.get_runtime_context().get_node_id())
+
+    def _others(self) -> list[dict[str, Any]]:
+        """The living nodes that may be given."""
+        excluded = {self._own(), *self._useless}
+        return [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in excluded]
+
+    def _check_left(self, needed: int) -> None:
+        """After agents were sent away.
+
+        Raises:
+            DeviceError: there are too few other nodes.
+        """
+        if (usable := len(self._others())) < needed:
+            raise DeviceError(
+                f"{usable} other node(s) of Ray's cluster can be used, and {needed} are needed",
                 hint="Each node needs the same hardware and the same versions.",
             )
-        first = not self._started_at
-        for node in living - set(self._actors) - self._useless:
-            if node not in self._started_at or not _is_early(self._started_at[node]):
-                self._start_on(node)
-        if first and self._placed:
-            most = min(wanted.agents, len(self._placed))
-            self._ray.wait(list(self._placed.values()), num_returns=most, timeout=PLACE_S)
-        threads = os.environ.get(THREADS_VARIABLE)
-        for node in sorted(set(self._actors) - set(self._ends), key=lambda node: node in self._had):
-            if len(self._ends) < wanted.agents and self._is_done(self._placed[node]):
-                self._had.add(node)
-                self._ends[node] = self._actors[node].serve.remote(wanted.planner, wanted.token, threads)
-        if len(self._ends) >= wanted.agents:
-            for node in set(self._actors) - set(self._ends):
-                self._give_back(node)
 
-    def _start_on(self, node: str) -> None:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    def _is_waiting(self, index: int) -> bool:
+        """Whether the bundle's agent ended too soon after its start to be started again now."""
+        return index in self._started_at and _is_early(self._started_at[index])
 
-        place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    def _start_in(self, index: int, wanted: Wanted) -> None:
+        """Starts the actor of a bundle, and the agent in it; Ray has them wait while a lost bundle has no node."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         kind = self._ray.remote(num_cpus=1, num_gpus=self._gpus, scheduling_strategy=place)(RayNode)
-        self._started_at[node] = time.monotonic()
-        self._actors[node] = kind.remote()
-        self._placed[node] = self._actors[node].host.remote()
+        self._started_at[index] = time.monotonic()
+        self._actors[index] = kind.remote()
+        threads = os.environ.get(THREADS_VARIABLE)
+        self._ends[index] = self._actors[index].serve.remote(wanted.planner, wanted.token, threads)
 
-    def _is_done(self, call: Any) -> bool:
-        """Whether a call of an actor has ended, well or not."""
-        return call is not None and bool(self._ray.wait([call], timeout=0)[0])
+    def _is_done(self, end: Any) -> bool:
+        """Whether an agent has ended, well or not."""
+        return bool(self._ray.wait([end], timeout=0)[0])
 
-    def _was_sent_away(self, call: Any) -> bool:
-        """Whether the agent of a call has ended so."""
-        if not self._is_done(call):
-            return False
+    def _take_end(self, index: int) -> None:
+        """Ends the actor of an agent that has ended, and notes a node that is of no use."""
         try:
-            return bool(self._ray.get(call) == agent.SENT_AWAY)
+            code, node = self._ray.get(self._ends[index])
         except self._ray.exceptions.RayError:  # the actor, or its node, has ended
-            return False
+            code, node = None, ""
+        if code != agent.SENT_AWAY:
+            self._ray.kill(self._actors.pop(index))
+            self._ends.pop(index)
+        elif node not in self._useless:  # it stays in _ends, so that no agent is started there again
+            self._useless.add(node)
+            self._sent_away_at = time.monotonic()
 
-    def _give_back(self, node: str) -> None:
-        """Ends the actor on a node."""
-        self._ray.kill(self._actors.pop(node))
-        self._placed.pop(node)
-        self._ends.pop(node, None)
+    def _give_back(self) -> None:
+        """Ends the actors and the group."""
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+        if self._group is not None:
+            self._ray.util.remove_placement_group(self._group)
+        self._group, self._sent_away_at = None, None
+        for kept in (self._actors, self._ends, self._started_at):
+            kept.clear()
 
     def close(self) -> None:
-        """Ends the actors, and gives their nodes back."""
+        """Ends the actors, and gives the nodes back."""
         if self._ends:
             self._ray.wait(list(self._ends.values()), num_returns=len(self._ends), timeout=10.0)
-        for node in list(self._actors):
-            self._give_back(node)
+        self._give_back()
         if self._began:
             self._ray.shutdown()
             self._began = False
@@ -506,20 +565,22 @@ class Ray:
 class RayNode:
     """The actor: it starts the agent as a process of its own, which ends with the planner, and with the actor."""
 
-    def serve(self, planner: str, token: str, threads: str | None) -> int:
-        """Runs the agent; returns its exit code.
+    def serve(self, planner: str, token: str, threads: str | None) -> tuple[int, str]:
+        """Runs the agent; returns its exit code, and Ray's name of the node.
 
         Args:
             planner, token: As `child_environment` takes them.
             threads: OMP_NUM_THREADS of the planner, if it is set there.
         """
-        return subprocess.run(
-            _COMMAND, env=ray_environment(planner, token, threads), stdin=subprocess.DEVNULL
-        ).returncode
+        from ray import get_runtime_context
 
-    def host(self) -> str:
-        """The node's name."""
-        return platform.node()
+        environment = ray_environment(planner, token, threads)
+        code = subprocess.run(_COMMAND, env=environment, stdin=subprocess.DEVNULL).returncode
+        return code, get_runtime_context().get_node_id()
+
+
+def _resources(having: dict[str, float]) -> str:
+    return " and ".join(f"{having.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
 
 
 def ray_environment(planner: str, token: str, threads: str | None) -> dict[str, str]:

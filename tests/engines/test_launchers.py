@@ -125,7 +125,7 @@ def test_the_job_ends_with_its_planner_and_nobody_reads_the_token(slurm: Slurm, 
 
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_ray(tmp_path: Path, nodes: int) -> None:
-    """Of four nodes two are nobody's; the agent that is lost is replaced on one of them."""
+    """Of four nodes two are nobody's; the agent that is lost is started again."""
     try:
         with ray_cluster(nodes) as more:
             run_here([*LAUNCH, "ray", str(tmp_path)], **more)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -128,8 +129,8 @@ def as_text(command: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def ray_cluster(nodes: int) -> Iterator[dict[str, str]]:
-    """The environment of a command on the first node of a cluster of Ray.
+def ray_nodes(nodes: int) -> Iterator[Any]:
+    """A cluster of Ray.
 
     Raises:
         ImportError: Ray is not installed.
@@ -140,6 +141,17 @@ def ray_cluster(nodes: int) -> Iterator[dict[str, str]]:
     try:
         for _ in range(nodes - 1):
             cluster.add_node(num_cpus=2)
-        yield {"RAY_ADDRESS": cluster.address, "RAY_USAGE_STATS_ENABLED": "0"}
+        yield cluster
     finally:
         cluster.shutdown()
+
+
+@contextlib.contextmanager
+def ray_cluster(nodes: int) -> Iterator[dict[str, str]]:
+    """The environment of a command on the first node of a cluster of Ray.
+
+    Raises:
+        ImportError: Ray is not installed.
+    """
+    with ray_nodes(nodes) as cluster:
+        yield {"RAY_ADDRESS": cluster.address, "RAY_USAGE_STATS_ENABLED": "0"}
