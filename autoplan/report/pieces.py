@@ -39,8 +39,10 @@ def work_words(work: Work, own: TrainingConfig | None = None) -> str:
     return f"{what.rstrip(', ')} ({gain}{cost}), because {work.why}"
 
 
-def best_words(best: Trial | None, plain: Trial | None, unit: str, own: TrainingConfig | None = None) -> str:
-    """`best so far 195 tokens/s, 2.11 times the plain run`, by the looks."""
+def best_words(
+    best: Trial | None, plain: Trial | None, unit: str, own: TrainingConfig | None = None, gain: float | None = None
+) -> str:
+    """`best so far 195 tokens/s, 2.11 times the plain run`, by the looks; `gain`: so many times (`BudgetState`)."""
     if best is None or best.tokens_per_s is None:
         return "nothing measured yet"
     text = f"best so far {format_number(best.tokens_per_s.median)} {unit}/s"
@@ -49,7 +51,7 @@ def best_words(best: Trial | None, plain: Trial | None, unit: str, own: Training
     whose = run_words(plain.config, own)
     if plain.config == best.config:
         return f"{text}, {whose}"
-    return f"{text}, {best.tokens_per_s.median / plain.tokens_per_s.median:.2f} times {whose}"
+    return f"{text}, {gain or best.tokens_per_s.median / plain.tokens_per_s.median:.2f} times {whose}"
 
 
 PIECES = {

@@ -104,7 +104,7 @@ class PlainProgress(SearchObserver):
 
     def on_work(self, work: Work, best: Trial | None, budget: BudgetState) -> None:
         self.work = work
-        so_far = pieces.best_words(best, self.baseline, self.unit, self.own)
+        so_far = pieces.best_words(best, self.baseline, self.unit, self.own, budget.gain)
         self.say(f"{format_clock(budget.left_s)} left, {so_far}; next: {pieces.work_words(work, self.own)}")
 
     def on_trial_started(
@@ -187,7 +187,8 @@ class LiveProgress(PlainProgress):
         if self.running:
             lines.append(Text(self.running, style="dim"))
         if self.best is not None:
-            text = pieces.best_words(self.best, self.baseline, self.unit, self.own)
+            gain = None if self.budget is None else self.budget.gain
+            text = pieces.best_words(self.best, self.baseline, self.unit, self.own, gain)
             lines.append(Text(f"{text}: {self.best.config.describe()}", style="green"))
         return Group(*lines)
 

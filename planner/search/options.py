@@ -538,6 +538,9 @@ class BudgetState(Record):
     spent_s: float = Field(description="over all runs of this search")
     trials_done: int
     max_trials: int | None
+    gain: float | None = Field(
+        default=None, description="the speed of the best so far over the baseline's, as if the cores had kept theirs"
+    )
 
     @property
     def left_s(self) -> float:

@@ -203,15 +203,20 @@ class Session:
         )
 
     def budget(self) -> BudgetState:
-        """How much of the budget is used, for the observer."""
-        return budget_of(self.options, self.store, self.budget_s)
+        """How much of the budget is used, for the observer, and how fast the best so far is."""
+        best, base = self.best, self.baseline
+        gain = None
+        if best is not None and base is not None and best.step_time_s is not None and base.step_time_s is not None:
+            gain = base.step_time_s.median / best.step_time_s.median
+            gain *= self.model.pace_of(best) / self.model.pace_of(base)
+        return budget_of(self.options, self.store, self.budget_s).model_copy(update={"gain": gain})
 
     # What was measured.
 
     @property
     def trials_done(self) -> int:
         """Trials that count towards --max-trials."""
-        return self.budget().trials_done
+        return budget_of(self.options, self.store, self.budget_s).trials_done
 
     @property
     def baseline(self) -> Trial | None:
@@ -258,8 +263,13 @@ class Session:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest good trial so far that keeps what the user fixed; the baseline may not."""
-        return best_trial((t for t in self.store.trials if self._keeps(t.config)), self.objective)
+        """The fastest good trial so far that keeps what the user fixed, which the baseline may not.
+
+        Compared as if the cores had kept their speed.
+        """
+        kept = {trial.number: trial for trial in self.store.trials if self._keeps(trial.config)}
+        found = best_trial((t.at_pace(1 / self.model.pace_of(t)) for t in kept.values()), self.objective)
+        return None if found is None else kept[found.number]
 
     @property
     def eligible(self) -> list[CandidateRuns]:

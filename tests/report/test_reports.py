@@ -224,6 +224,7 @@ def test_the_best_so_far_names_what_stands_for_the_plain_run() -> None:
     )
     assert pieces.best_words(rung, rung, "tokens") == "best so far 100 tokens/s, the run with checkpointing=full"
     assert pieces.best_words(ran(200, loss="fused"), ran(100), "tokens").endswith("2.00 times the plain run")
+    assert pieces.best_words(ran(200, loss="fused"), ran(100), "tokens", gain=1.7).endswith("1.70 times the plain run")
 
 
 def on_screen(live: LiveProgress, width: int = 200) -> str:
