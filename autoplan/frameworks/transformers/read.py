@@ -432,6 +432,8 @@ def _overridden(trainer: Any) -> list[str]:
     args = trainer.args
     knobs = ("bf16", "fp16", "tf32", "torch_compile", "gradient_checkpointing", "activation_checkpointing")
     named = {name: getattr(args, name, None) for name in (*knobs, *NO_KNOBS)}
+    if named["gradient_checkpointing"]:  # the same by its earlier name
+        del named["activation_checkpointing"]
     given = [f"{name}={value}" for name, value in named.items() if value]
     if not given:
         return []
