@@ -79,20 +79,21 @@ def make_workload(plan: PlanRecord, parts: Parts, *, named: bool = False, search
         searched: The workload of the search, where the user gives it whole.
 
     Raises:
-        WorkloadError: the parts do not make a workload.
+        WorkloadError: the parts do not make a workload, or the one of the search, which is needed, does not load.
         PlanError: the plan alone says what code would run, and a part of it is needed.
     """
     if searched is None and _are_all_given(plan, parts):
 
         def batch_of_the_search(count: int, index: int) -> Any:
-            found = _searched_workload(plan, named)  # the plan's own file is imported now, if it may run
+            found = _searched_workload(plan, named, needed=False)  # the plan's own file is imported now, if it may run
             return (_no_batches if found is None else found.make_batch)(count, index)
 
         batches = parts.make_batch or batch_of_the_search
         return _from_parts(plan, _as_the_plan_says(plan, dataclasses.replace(parts, make_batch=batches)))
     carried = plan.workload.kind != "object" or plan.workload.payload is not None
-    if searched is None and carried:
-        searched = _searched_workload(plan, named)
+    if searched is None and (carried or parts.model is None):
+        needed = parts.model is None or parts.optimizer is None
+        searched = _searched_workload(plan, named, needed=needed)
     if searched is None:
         return _from_parts(plan, _as_the_plan_says(plan, parts))
     if parts.model is not None:
@@ -200,23 +201,24 @@ def _with_parts(plan: PlanRecord, parts: Parts, searched: Workload) -> Workload:
     return dataclasses.replace(searched, global_batch=plan.workload.global_batch, **changes)
 
 
-def _searched_workload(plan: PlanRecord, named: bool) -> Workload | None:
-    """The workload of the search, where its reference can be followed here.
+def _searched_workload(plan: PlanRecord, named: bool, *, needed: bool) -> Workload | None:
+    """The workload of the search; None where it is not needed and does not load here.
 
     Raises:
-        PlanError: it is code, and the plan alone names it.
+        PlanError: it is code, and the plan alone names it; or it is needed, and its file is not here.
+        WorkloadError: it is needed, or is a built-in model, and does not load.
     """
     from autoplan.strategies.workloads.sources import load_workload
 
     spec = plan.workload
-    if spec.kind != "function" or Path(spec.reference.rpartition(":")[0]).is_file():
+    if spec.kind != "function" or needed or Path(spec.reference.rpartition(":")[0]).is_file():
         spec = spec if named else own_workload(spec, plan.study)
     try:
         return load_workload(spec)
     except WorkloadError:
-        if spec.kind == "model":
+        if needed or spec.kind == "model":
             raise
-        return None  # a file that is not on this machine: the parts must come from the caller
+        return None
 
 
 def _no_batches(count: int, index: int) -> Any:

@@ -20,11 +20,12 @@ from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trust import Call, own_workload, remember_code, secrets_note
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.function_file import check_function, import_function
-from autoplan.strategies.workloads.sources import changed_parts, load_workload, make_spec
+from autoplan.strategies.workloads.sources import changed_parts, load_workload, make_spec, spec_from_objects
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from tests.cases import some
 from tests.planner.records.test_trust import SOURCE
 from tests.recorded import make_plan
+from tests.strategies.tiny import classifier
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = (
@@ -235,6 +236,26 @@ def test_a_call_that_cannot_be_read_says_the_form(folder: Path, text: str) -> No
     with pytest.raises(UsageError) as failed:
         Plan.load("plan.json").prepare(workload=text)
     assert "NAME=VALUE" in str(failed.value.hint)
+
+
+def test_the_error_of_the_users_own_function_is_said(folder: Path, cli: Any) -> None:
+    """It was hidden: 'the workload lacks model, optimizer'."""
+    reads = "\n\ndef reads():\n    Path('data.bin').read_bytes()\n    return workload()\n"
+    (folder / "train.py").write_text(TRAIN + reads)
+    save_plan(folder, "reads", digests=make_spec(model="train.py:reads", global_batch=16).digests)
+    with pytest.raises(WorkloadError, match="train.py:reads raised FileNotFoundError"):
+        Plan.load("plan.json").prepare(workload="train.py:reads")
+    ended = cli("run", "plan.json", "--steps", "1", "--model", "train.py:reads")
+    assert ended.code == 2 and "raised FileNotFoundError" in ended.err
+    (folder / "train.py").unlink()
+    with pytest.raises(PlanError, match="not here"):
+        Plan.load("plan.json").prepare()
+
+
+def test_a_plan_of_objects_does_not_run_by_itself(folder: Path, cli: Any) -> None:
+    make_plan(TrainingConfig(micro_batch=2), workload=spec_from_objects(classifier())).save(folder / "plan.json")
+    ended = cli("run", "plan.json", "--steps", "1")
+    assert ended.code == 2 and "made of Python objects, which a plan does not carry" in " ".join(ended.err.split())
 
 
 # The user's own search.
