@@ -214,9 +214,9 @@ def apply_to_step(plan: PlanRecord, make_step: Any, *, changed_ok: bool = False)
 
     from autoplan.strategies.prepare import prepare
     from autoplan.strategies.techniques.allocator import set_allocator
-    from autoplan.strategies.workloads.loops.step import TAKEN_FROM, build_step_model, read_step
+    from autoplan.strategies.workloads.loops.step import build_step_model, read_step
 
-    if plan.workload.taken_from != TAKEN_FROM:
+    if not plan.workload.is_step:
         raise PlanError(
             f"the plan is of {plan.workload.name}, which is no step function, and a function was given",
             hint="plan.prepare(model, optimizer, loss) applies it; search with step=make_step for a plan of a step.",

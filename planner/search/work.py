@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from autoplan.errors import DidNotRunError, NoFeasiblePlanError, WorkloadError
 from autoplan.planner.records.baseline import YOURS, is_plain_run
@@ -374,9 +374,8 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
         BudgetOver: the check did not end in its time, which says nothing about the configuration.
         DidNotRunError: the plain reference did not run, without which nothing can be checked.
     """
-    from autoplan.planner.parity.compare import CandidateDidNotRunError, run_parity, where_ended
-    from autoplan.planner.parity.records import Rung
-    from autoplan.planner.parity.step_losses import run_step_parity
+    from autoplan.planner.parity.check import check_parity
+    from autoplan.planner.parity.compare import CandidateDidNotRunError, where_ended
 
     trials, cost = session.trial_cost, session.parity_cost
     deadline_s = session.hard_deadline_s(0.0)
@@ -385,29 +384,22 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
     number = len(list((session.store.folder / "trials").glob("parity*")))
     directory: Path = session.store.folder / "trials" / f"parity{number:02d}"
     directory.mkdir(parents=True, exist_ok=True)
-    opaque = session.context.facts.step_s is not None
-    kept = session.store.folder / "parity"
-    others: dict[str, Any] = {}
-    if not opaque:
-        own_shapes = trials.is_warm(config) and takes_own_shapes(trials, cost, config)
-        plain = session.plain_config
-        knobs = set[str]() if plain is None else plain.knobs_off_default().keys() - {"micro_batch"}
-        rung: Rung = "plain" if not knobs else "checkpointing" if knobs == {"checkpointing"} else "none"
-        others = {"cache_dir": kept, "ranks": config.world_size, "own_shapes": own_shapes and rung == "plain"}
-        others |= {"rung": rung, "time_s": _check_time_s(session, config)}
-    run: Callable[..., Parity] = run_step_parity if opaque else run_parity
+    spec = session.context.spec
     load_compiler(session.zygote, config)
     try:
-        parity = run(
+        parity = check_parity(
             session.zygote,
-            session.context.spec,
+            spec,
             config,
+            plain=session.plain_config,
             device=session.context.device,
             directory=directory,
             deadline_s=deadline_s,
             memory_limit_bytes=session.context.host_limit_bytes,
             on_attempt=lambda report: session.add_attempt("parity", report, config=config),
-            **others,
+            time_s=None if spec.is_step else _check_time_s(session, config),
+            cache_dir=session.store.folder / "parity",
+            own_shapes=not spec.is_step and trials.is_warm(config) and takes_own_shapes(trials, cost, config),
         )
     except TaskFailedError as error:  # out of time, which says nothing about the configuration
         raise BudgetOver(f"the parity check of {config.describe()} ({where_ended(error.report)})") from error

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.errors import PlanError
-from autoplan.planner.parity.compare import run_parity
+from autoplan.planner.parity.check import check_parity
+from autoplan.planner.parity.compare import unfinished, where_ended
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.prepare import check_before_use
 from autoplan.planner.plan.surroundings import find_differences
+from autoplan.planner.records.trials import Parity
 from autoplan.planner.records.trust import own_workload
 from autoplan.planner.search.nodes import make_launcher, options_for, with_engine
 from autoplan.planner.search.options import SearchOptions
@@ -23,7 +25,7 @@ from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.planner.verify.verdict import Verification, judge
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import pick_device, read_host_profile
-from autoplan.processes import folder_prefix
+from autoplan.processes import TaskFailedError, folder_prefix
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import parse_duration_s
 
@@ -141,21 +143,30 @@ def verify_plan(
         profile = read_host_profile()
         with open_runner(plan, options, profile, engine, on_wait=on_progress) as runner:
             on_progress("1 of 2: the parity check, the plan beside a plain run")
-            parity = run_parity(
-                runner.zygote,
-                options.spec,
-                plan.config,
-                device=runner.device,
-                directory=runner.directory.parent / "parity",
-                deadline_s=PARITY_DEADLINE_S,
-                memory_limit_bytes=runner.host_limit_bytes,
-            )
+            parity = _check(plan, options.spec, runner)
             part = "2 of 2: the measurement"
             on_progress(part)
             trial = runner.run(order, on_progress=lambda progress: on_progress(f"{part}, {progress.phase}"))
         return judge(plan, parity, trial, find_differences(plan, profile), runner.memory_limit_bytes)
 
     return with_engine(options, run, lambda found: found.exit_code, on_progress)
+
+
+def _check(plan: Plan, spec: WorkloadSpec, runner: TrialRunner) -> Parity:
+    """The parity check of a plan's configuration here; one that ran out of time has no verdict."""
+    try:
+        return check_parity(
+            runner.zygote,
+            spec,
+            plan.config,
+            plain=plan.baseline.config,
+            device=runner.device,
+            directory=runner.directory.parent / "parity",
+            deadline_s=PARITY_DEADLINE_S,
+            memory_limit_bytes=runner.host_limit_bytes,
+        )
+    except TaskFailedError as error:
+        return unfinished(plan.config, where_ended(error.report))
 
 
 @contextmanager

@@ -150,6 +150,15 @@ class WorkloadSpec(Record):
         default=(), description="what the user did not give, in sentences for the screen"
     )
 
+    @property
+    def is_step(self) -> bool:
+        """Whether it is a function of one step, of which no part is known; known after the inspection."""
+        return self.taken_from == STEP_FUNCTION
+
+
+STEP_FUNCTION = "step function"
+"""What a workload is taken from that is a function of one step."""
+
 
 DEFAULT_GLOBAL_BATCH = 32
 

@@ -18,6 +18,7 @@ from torch import nn
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import Batch, batch_size
 from autoplan.strategies.workloads.randomness import seed_generators
+from autoplan.strategies.workloads.spec import STEP_FUNCTION
 from autoplan.strategies.workloads.user_errors import user_error, users_call
 from autoplan.strategies.workloads.workload import LossSum, Workload
 
@@ -27,8 +28,6 @@ STEP_RULE = (
     "make_step() builds model, data and optimizer, and returns step(index), which trains on batch number index, "
     "counted from 0, and returns its loss as a number or a scalar tensor."
 )
-TAKEN_FROM = "step function"
-"""The source of a workload that is taken from a step."""
 
 PRECISIONS = ("tf32", "bf16")
 """Those that a step may be allowed. fp16 is none: its loss scale belongs between the step's backward and optimizer."""
@@ -102,7 +101,7 @@ def read_step(
         fixed_micro_batch=global_batch,
         knobs={"threads": None, "allocator": None, "precision": ("fp32", *precisions)},
         seed=seed,
-        taken_from=TAKEN_FROM,
+        taken_from=STEP_FUNCTION,
         notes=(
             "the step is a program of its own: micro-batch, accumulation, checkpointing, compilation, attention, the "
             f"optimizer's form and parallelism are its own; threads and the allocator are tried, precision {allowed} "

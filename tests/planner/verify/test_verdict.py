@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import autoplan
+from autoplan.planner.parity import compare, step_losses
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.surroundings import find_differences, read_environment
 from autoplan.planner.records.plan import Environment
 from autoplan.planner.records.trials import Claim, Interval, Outcome, Trial, Window
+from autoplan.planner.search.nodes import options_for
+from autoplan.planner.verify import measure
 from autoplan.planner.verify.verdict import judge
 from autoplan.probes.nvml import SLOWDOWNS
+from autoplan.processes import Ended, TaskFailedError
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_hardware, make_plan, make_trial, named
@@ -139,6 +146,54 @@ def test_parity_comes_before_speed() -> None:
     plan = with_spread(0.01)
     assert verdict(plan, trial_at(plan, 1.5), passed=False).verdict == "trains_otherwise"
     assert verdict(plan, trial_at(plan, 1.5), passed=False, finished=False).verdict == "not_checked"
+
+
+@pytest.fixture
+def runner_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Plan], None]:
+    """Puts a runner in the place of the real one, whose only trial is at the plan's own speed."""
+
+    def put(plan: Plan) -> None:
+        trial = trial_at(plan, 1.0)
+        runner = SimpleNamespace(zygote=None, device="cpu", directory=tmp_path / "trials", host_limit_bytes=LIMIT)
+        runner.memory_limit_bytes, runner.run = LIMIT, lambda order, on_progress: trial
+        monkeypatch.setattr(measure, "open_runner", lambda *given, **named: contextlib.nullcontext(runner))
+
+    return put
+
+
+def test_a_step_function_is_checked_by_its_losses_and_any_other_plan_as_its_search_did(
+    runner_of: Callable[[Plan], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, called = with_spread(0.01), []
+
+    def check(name: str) -> Callable[..., Any]:
+        return lambda *given, **named: called.append((name, named.get("rung"))) or plan.parity
+
+    monkeypatch.setattr(compare, "run_parity", check("whole"))
+    monkeypatch.setattr(step_losses, "run_step_parity", check("losses"))
+    step = plan.workload.model_copy(update={"taken_from": autoplan.from_step(lambda: float).taken_from})
+    tight = plan.baseline.model_copy(update={"config": TrainingConfig(micro_batch=2, checkpointing="full")})
+    for one in (plan, plan.model_copy(update={"workload": step}), plan.model_copy(update={"baseline": tight})):
+        runner_of(one)
+        assert measure.verify_plan(one, 1.0, options_for(one)).verdict == "holds"
+    assert called == [("whole", "plain"), ("losses", None), ("whole", "checkpointing")]
+
+
+def test_a_parity_check_that_runs_into_its_time_limit_leaves_the_plan_unchecked(
+    runner_of: Callable[[Plan], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = with_spread(0.01)
+    report: Any = SimpleNamespace(describe=lambda: "the deadline passed", ended=Ended.CANCELLED, phase="")
+    report.first_failure = None
+
+    def late(*given: Any, **named: Any) -> Any:
+        raise TaskFailedError(report)
+
+    monkeypatch.setattr(compare, "run_parity", late)
+    runner_of(plan)
+    found = measure.verify_plan(plan, 1.0, options_for(plan))
+    assert (found.verdict, found.exit_code) == ("not_checked", 3) and "the deadline passed" in found.text
+    assert found.trial.outcome is Outcome.OK
 
 
 @pytest.mark.slow
