@@ -41,6 +41,7 @@ from autoplan.planner.estimate.traced import (
 )
 from autoplan.planner.plan.parts import refuse_unverified
 from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.prepare import refuse_changed_code
 from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.records.trust import TRAINING_CODE, own_workload
 from autoplan.planner.search.setup import MEMORY_SHARE, context_bytes
@@ -140,11 +141,12 @@ def anchored_spec(
         global_batch: Of the cluster's steps; None: the plan's.
 
     Raises:
-        PlanError: the plan is of objects, which no plan carries, or of code that nobody named.
+        PlanError: the plan is of objects, which no plan carries, or of code that nobody named or that changed since.
         UsageError: what was given is another training.
     """
     if given is not None:
         spec = given
+        _refuse_other_training(plan, spec)
     elif plan.workload.kind == "object":
         raise PlanError(
             f"the anchor is of {plan.workload.name}, an object of a program, which a plan does not carry",
@@ -152,21 +154,24 @@ def anchored_spec(
         )
     else:
         spec = own_workload(plan.workload, plan.study, code)
+        refuse_changed_code(spec, changed_ok=False, hint="Search again: autoplan search.")
+    if global_batch is not None and global_batch != spec.global_batch:
+        spec = spec.model_copy(update={"global_batch": global_batch})
+    return spec
+
+
+def _refuse_other_training(plan: Plan, spec: WorkloadSpec) -> None:
+    """Raises UsageError where a spec that the user gave is of another training than the anchor."""
+    hint = "Take a plan of this training, or leave out --model for the anchor's own."
     for part in TRAINING_CODE:
         mine, other = spec.digests.get(part), plan.workload.digests.get(part)
         if mine is not None and other is not None and mine != other:
             raise UsageError(
                 f"the anchor is of another workload: {plan.workload.name}, and {spec.name} has another {part}",
-                hint="Take a plan of this training, or leave out --model for the anchor's own.",
+                hint=hint,
             )
-    if (given is not None or code is not None) and not plan.workload.digests and spec.name != plan.workload.name:
-        raise UsageError(
-            f"the anchor is of another workload: {plan.workload.name}, not {spec.name}",
-            hint="Take a plan of this training, or leave out --model for the anchor's own.",
-        )
-    if global_batch is not None and global_batch != spec.global_batch:
-        spec = spec.model_copy(update={"global_batch": global_batch})
-    return spec
+    if not plan.workload.digests and spec.name != plan.workload.name:
+        raise UsageError(f"the anchor is of another workload: {plan.workload.name}, not {spec.name}", hint=hint)
 
 
 def read_target(plan: Plan, given: str | Cluster, links: Mapping[str, float | None]) -> Target:

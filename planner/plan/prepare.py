@@ -177,8 +177,13 @@ def check_training(plan: PlanRecord, *, changed_ok: bool, **parts: Any) -> list[
     return [text for text in said if text is not None]
 
 
-def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool) -> str | None:
+def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool, hint: str = HINT) -> str | None:
     """Refuses a workload whose code is not that of the search; returns what else changed, in words.
+
+    Args:
+        spec: Of the plan, with its digests.
+        changed_ok: Changed code is said, not refused.
+        hint: What to do where it is refused.
 
     Raises:
         PlanError: the code changed, and that was not allowed.
@@ -192,7 +197,7 @@ def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool) -> str | None:
         raise PlanError(
             f"the {' and '.join(code)} of {spec.reference} changed since the plan was found{pieces}: it trains "
             "something else",
-            hint=HINT,
+            hint=hint,
         )
     if not changed:
         return None

@@ -23,6 +23,7 @@ from autoplan.planner.estimate.anchor import (
     Learned,
     Measured,
     Target,
+    anchored_spec,
     carry,
     read_target,
     search_flags,
@@ -283,6 +284,18 @@ def test_bad_anchors_are_refused_with_what_to_do(plan: Plan, tmp_path: Path) -> 
         with pytest.raises(error, match=words) as caught:
             autoplan.estimate(anchor=anchor, **({"cluster": "2xhere"} | given))
         assert isinstance(caught.value, AutoplanError) and caught.value.hint
+
+
+def test_an_anchor_whose_model_changed_since_is_refused(tmp_path: Path) -> None:
+    """Its own digests were compared with themselves."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MODEL))
+    plan = make_plan(ONE[0], workload=make_spec(model=str(path), sequence_length=64, global_batch=BATCH))
+    assert anchored_spec(plan, None, code=None, global_batch=None) == plan.workload
+    path.write_text(json.dumps(MODEL | {"n_layer": 8}))
+    with pytest.raises(PlanError, match="the model of .* changed since") as caught:
+        anchored_spec(plan, None, code=None, global_batch=None)
+    assert "changed_ok" not in str(caught.value), "an estimate has no such option"
 
 
 def test_an_anchor_says_how_long_it_takes_and_refuses_the_page_of_what_to_rent_at_once(
