@@ -6,8 +6,6 @@ the plan's settings.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,7 +67,7 @@ def apply_parts(
     """
     if is_one_of(training, ("torch.nn.modules.module.Module",)):
         return apply_to_loop(plan, (training, *parts), changed_ok=changed_ok, **settings)
-    if inspect.isroutine(training) or isinstance(training, functools.partial):
+    if callable(training):
         return apply_to_step(plan, training, changed_ok=changed_ok)
     raise WorkloadError(
         f"this is a {type(training).__name__}, and no Trainer of transformers, no model and no function of a step",

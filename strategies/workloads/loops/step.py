@@ -7,6 +7,7 @@ offered (`Workload.knobs`): threads, the allocator, and precision where the user
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -61,6 +62,26 @@ class StepModel(nn.Module):
         raise WorkloadError(f"step({index}) returned {type(loss).__name__}; it returns its loss", hint=STEP_RULE)
 
 
+@dataclasses.dataclass(frozen=True)
+class StepBuilder:
+    """`build_model` of a step's workload: sets the training up with seeded generators.
+
+    Attributes:
+        make_step: The user's.
+        seed: Of the generators.
+    """
+
+    make_step: Callable[[], Step]
+    seed: int
+
+    def __call__(self) -> StepModel:
+        return build_step_model(self.make_step, self.seed)
+
+    def compared(self) -> dict[str, Any]:
+        """Where a plan is applied no seed is set, so the user's function alone is compared with the search's."""
+        return {"make_step": self.make_step, "the type of make_step": type(self.make_step)}
+
+
 def read_step(
     make_step: Callable[[], Step],
     *,
@@ -92,7 +113,7 @@ def read_step(
     allowed = ", ".join(precisions) if precisions else "not"
     return Workload(
         name=name or str(getattr(make_step, "__name__", "step")),
-        build_model=functools.partial(build_step_model, make_step, seed),
+        build_model=StepBuilder(make_step, seed),
         make_batch=step_batch,
         loss=step_loss,
         build_optimizer=functools.partial(torch.optim.SGD, lr=0.0),  # the step has its own

@@ -280,20 +280,41 @@ def test_prepare_leaves_the_generators_as_they_were() -> None:
     assert torch.equal(torch.rand(3), wanted)
 
 
-def test_a_step_function_draws_as_it_did_without_a_plan() -> None:
-    def make_step() -> Any:
-        weights = torch.rand(4)
-        return lambda index: float((weights * torch.rand(4)).sum())
+def drawing_step() -> Any:
+    weights = torch.rand(4)
+    return lambda index: float((weights * torch.rand(4)).sum())
 
-    plan = make_plan(
-        TrainingConfig(micro_batch=1), workload=spec_from_objects(autoplan.from_step(make_step)), training=None
-    )
+
+class DrawingStep:
+    """The same as a class: made, it is ready; called, it runs a step."""
+
+    def __init__(self) -> None:
+        self.weights = torch.rand(4)
+
+    def __call__(self, index: int) -> float:
+        return float((self.weights * torch.rand(4)).sum())
+
+
+class StepMaker:
+    """The same as an object that is called."""
+
+    def __call__(self) -> Any:
+        return drawing_step()
+
+
+@pytest.mark.parametrize("make_step", [drawing_step, DrawingStep, StepMaker()], ids=["function", "class", "object"])
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_step_function_draws_as_it_did_without_a_plan(make_step: Any, seed: int) -> None:
+    spec = spec_from_objects(autoplan.from_step(make_step, seed=seed))
+    plan = make_plan(TrainingConfig(micro_batch=1), workload=spec, training=None)
     torch.manual_seed(7)
     step = make_step()
     wanted = [step(index) for index in range(3)]
     torch.manual_seed(7)
     planned = plan.apply_to(make_step)
     assert [planned(index) for index in range(3)] == pytest.approx(wanted, rel=1e-6)
+    with pytest.raises(PlanError, match="make_step"):
+        plan.apply_to(lambda: float)
 
 
 def test_what_fabric_put_around_the_parts_is_taken_off() -> None:
