@@ -115,7 +115,7 @@ def run_script(
             f"there is no script {script}",
             hint="Give the file of a training script after the plan, and its own arguments after --.",
         )
-    loaded = load_plan(path, unverified_ok)
+    loaded = load_plan(path, unverified_ok).accepted(unverified_ok, changed_ok=changed_ok)
     said = check_before_use(loaded, changed_ok=changed_ok)
     if said is not None:
         output.tell(f"warning: {said}")

@@ -21,6 +21,9 @@ PLAN_VARIABLE = "AUTOPLAN_PLAN"
 UNVERIFIED_VARIABLE = "AUTOPLAN_UNVERIFIED_OK"
 """Is set where `autoplan run --unverified-ok` started the script: the script's own calls take the plan then."""
 
+CHANGED_VARIABLE = "AUTOPLAN_CHANGED_OK"
+"""The same of `autoplan run --changed-ok`."""
+
 TAKEN = ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables that are taken over from where the plan was found, unless they are set here."""
 
@@ -40,7 +43,9 @@ def current_plan() -> Plan | None:
         PlanError: the file is gone, or is no plan any more.
     """
     path = os.environ.get(PLAN_VARIABLE)
-    return Plan.load(path).accepted(UNVERIFIED_VARIABLE in os.environ) if path else None
+    if not path:
+        return None
+    return Plan.load(path).accepted(UNVERIFIED_VARIABLE in os.environ, changed_ok=CHANGED_VARIABLE in os.environ)
 
 
 def variables_for(
@@ -55,7 +60,8 @@ def variables_for(
         cores: That the script may use.
         ranks: That share them; None: all of the plan's.
     """
-    variables = {PLAN_VARIABLE: str(path.absolute())} | ({UNVERIFIED_VARIABLE: "1"} if plan.unverified_ok else {})
+    taken = {UNVERIFIED_VARIABLE: plan.unverified_ok, CHANGED_VARIABLE: plan.changed_ok}
+    variables = {PLAN_VARIABLE: str(path.absolute())} | {name: "1" for name, is_so in taken.items() if is_so}
     for name in TAKEN:
         value = plan.environment.variables.get(name)
         if value is not None and name not in here and _PLAIN.fullmatch(value) and _fits(name, value, cores):

@@ -24,6 +24,7 @@ from autoplan.planner.records.plan import SCHEMA_VERSION, PlanRecord, broken_rul
 from autoplan.planner.records.plan_file import (
     digests_of_document,
     edited_sections,
+    first_problem,
     load_notes,
     one_line,
     read_document,
@@ -115,11 +116,8 @@ class Plan(PlanRecord):
         try:
             plan = cls.model_validate(with_shown_texts(document))
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            place = ".".join(map(str, first["loc"])) or "the document"
-            said = one_line(f"{place}: {first['msg']}")[:500]
             raise PlanError(
-                f"{path} is not a plan: {said} ({error.error_count()} problem(s) in all)",
+                f"{path} is not a plan: {first_problem(error)} ({error.error_count()} problem(s) in all)",
                 hint="Write plans with autoplan search; autoplan schema prints what a plan contains.",
             ) from None
         broken = broken_rules(plan)
@@ -206,8 +204,9 @@ class Plan(PlanRecord):
             count=count,
         )
         given: dict[str, Any] = {"device": device, "global_batch": global_batch, "workload": workload}
+        plan = self.accepted(unverified_ok, changed_ok=changed_ok)
         with draws_kept(self):
-            return prepare_plan(self.accepted(unverified_ok), parts, changed_ok=changed_ok, **given)
+            return prepare_plan(plan, parts, changed_ok=plan.changed_ok, **given)
 
     def loader(
         self,
@@ -281,11 +280,11 @@ class Plan(PlanRecord):
         from autoplan.planner.plan.loops import apply_parts
         from autoplan.strategies.workloads.frameworks import framework_of, module_of
 
-        plan = self.accepted(unverified_ok)
+        plan = self.accepted(unverified_ok, changed_ok=changed_ok)
         refuse_unverified(plan)  # before the training is read
         framework = framework_of(training)
         if framework is None:
-            return apply_parts(plan, training, parts, changed_ok=changed_ok, **settings)
+            return apply_parts(plan, training, parts, changed_ok=plan.changed_ok, **settings)
         apply_plan = module_of(framework, "apply").apply_plan
         with draws_kept(plan, on_ranks=True):
-            return apply_plan(plan, training, *parts, changed_ok=changed_ok, **settings)
+            return apply_plan(plan, training, *parts, changed_ok=plan.changed_ok, **settings)

@@ -164,6 +164,7 @@ class PlanRecord(Record):
     _edited: tuple[str, ...] = PrivateAttr(default=())
     _load_notes: tuple[str, ...] = PrivateAttr(default=())
     _unverified_ok: bool = PrivateAttr(default=False)
+    _changed_ok: bool = PrivateAttr(default=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -194,10 +195,16 @@ class PlanRecord(Record):
         """Whether the user takes it although it is unverified."""
         return self._unverified_ok
 
-    def accepted(self, unverified_ok: bool) -> Self:
-        """The plan as the user takes it: with `unverified_ok` although it is unverified."""
+    @property
+    def changed_ok(self) -> bool:
+        """Whether the user takes it although it was edited, or what it is of changed."""
+        return self._changed_ok
+
+    def accepted(self, unverified_ok: bool, *, changed_ok: bool = False) -> Self:
+        """The plan as the user takes it: although it is unverified, or although it or its code changed."""
         plan = self.model_copy()
         plan._unverified_ok = self._unverified_ok or unverified_ok
+        plan._changed_ok = self._changed_ok or changed_ok
         return plan
 
     def with_workload_at(self, model: str) -> Self:

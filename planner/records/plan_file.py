@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pydantic import ValidationError
+
 from autoplan.errors import PlanError
 
 MAX_FILE_BYTES = 64 << 20
@@ -114,6 +116,12 @@ def with_shown_texts(value: Any) -> Any:
     if isinstance(value, dict):
         return {shown_text(key): with_shown_texts(item) for key, item in value.items()}
     return value
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first value of a document that a record refuses, and why, on one line."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return one_line(f"{'.'.join(map(str, first['loc'])) or 'the document'}: {first['msg']}")[:500]
 
 
 class _ValueOfNoPlan(Exception):

@@ -18,10 +18,11 @@ from autoplan.cli import run as cli_run
 from autoplan.planner.search.plan_maker import UNCHECKED
 from autoplan.processes import linux
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.sources import make_spec
+from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
 from tests.cases import some
 from tests.processes.helpers import wait_until
 from tests.recorded import make_plan
+from tests.strategies.tiny import classifier
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = TrainingConfig(micro_batch=4, threads=1, allocator="keep")
@@ -299,6 +300,25 @@ def test_a_rank_of_another_world_is_refused(command: Any, monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "3")
     code, _, err = command("two.json", "train.py")
     assert code == 2 and "2 rank(s)" in err and "of 3" in err
+
+
+PREPARES = """
+import autoplan
+from tests.strategies.tiny import Classifier, image_loss, sgd
+
+print(type(autoplan.current_plan().prepare(Classifier(), sgd, image_loss).model).__name__)
+"""
+
+
+def test_a_script_takes_an_edited_plan_where_the_command_did(folder: Path, command: Any) -> None:
+    plan = make_plan(TrainingConfig(micro_batch=2), workload=spec_from_objects(classifier()))
+    document = json.loads(plan.save(folder / "edited.json").read_text())
+    document["measurement"]["mfu"] = 0.3
+    (folder / "edited.json").write_text(json.dumps(document))
+    (folder / "prepares.py").write_text(PREPARES)
+    assert command("edited.json", "prepares.py").code == 2
+    code, said, err = command("--changed-ok", "edited.json", "prepares.py")
+    assert (code, said) == (0, "Classifier\n"), err
 
 
 def test_an_edited_plan_is_refused_and_its_file_of_code_is_not_needed(
