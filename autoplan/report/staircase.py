@@ -116,7 +116,7 @@ def document(found: Staircase) -> dict[str, Any]:
     parts = {"steps": found.steps(), "alone": found.alone(), "left_out": found.left_out()}
     return {
         "headline": headline(found),
-        **found.model_dump(mode="json", exclude={"trials", "seal", "schema_version"}),
+        **found.model_dump(mode="json", exclude={"trials", "seal", "schema_version", "machine"}),
         **{name: [effect.model_dump(mode="json") for effect in effects] for name, effects in parts.items()},
         "notes": remarks(found),
     }

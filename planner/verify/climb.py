@@ -14,7 +14,6 @@ import math
 import random
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,15 +30,15 @@ from autoplan.errors import (
 )
 from autoplan.files import replace_file
 from autoplan.planner.plan.plan import Plan
-from autoplan.planner.plan.surroundings import find_differences
+from autoplan.planner.plan.surroundings import find_differences, read_environment
 from autoplan.planner.records.baseline import run_words
-from autoplan.planner.records.plan_file import one_line, read_document, with_shown_texts
+from autoplan.planner.records.plan_file import first_problem, one_line, read_document, with_shown_texts
 from autoplan.planner.records.trials import Trial
 from autoplan.planner.search.claim import LEAST_ROUNDS, ROUNDS_AGAIN
 from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.work import DEADLINE_FACTOR
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
-from autoplan.planner.verify.measure import make_verifiable, open_runner, say_nothing
+from autoplan.planner.verify.measure import open_plan, open_runner, say_nothing
 from autoplan.planner.verify.stairs import OF_SEARCH, Names, Staircase, is_good
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import read_host_profile
@@ -58,6 +57,8 @@ LOOKS_SHARE = 0.4
 
 DEADLINE_MORE_S = 60.0
 """A run is ended after DEADLINE_FACTOR times the longest so far and these seconds: some compile for the first time."""
+
+MEASURE_ANEW = "Measure it anew: autoplan explain --staircase --fresh, or fresh=True."
 
 ALL_MEASURED, BUDGET_ENDED = "all was measured", "the budget ended"
 
@@ -102,12 +103,13 @@ def staircase(
         on_progress: Is told what is done, in words: `print` for example.
 
     Raises:
-        PlanError: the plan may not be used here (see `verify`), or the file is no staircase of it.
+        PlanError: the plan may not be used here (see `verify`); the file is no staircase of it, or was begun on other
+            hardware or with other versions.
         UsageError: there is no step from the start to the plan; a budget or a limit is none.
         DeviceError, DeviceBusyError: the plan's kind of device is not here, or a search measures on it.
         NoFeasiblePlanError: the start or the plan does not run here.
         DidNotRunError: something outside ended the runs each time.
-        BudgetEndedError: no step was measured within the budget; the same call with a larger one goes on.
+        BudgetEndedError: no step was measured within the budget.
         InterruptedSearchError: Ctrl-C; what was measured is kept, and the same call goes on.
     """
     place = Path(keep) if keep is not None else None if isinstance(plan, Plan) else beside(plan)
@@ -115,12 +117,8 @@ def staircase(
     seconds = None if budget is None else parse_duration_s(budget)
     found = None if fresh or place is None or not place.exists() else load_staircase(place, loaded, start)
     if found is not None and not _goes_on(found, seconds):
-        return found
-    loaded, changed = make_verifiable(
-        loaded, str(workload) if isinstance(workload, Path) else workload, changed_ok=changed_ok
-    )
-    if changed is not None:
-        warnings.warn(changed, stacklevel=2)
+        return _with_a_step(found, place)
+    loaded = open_plan(loaded, changed_ok=changed_ok, workload=workload)
     if loaded.nodes is not None:
         raise PlanError(
             f"the plan was measured on {loaded.nodes.describe()}, and a staircase is measured on one machine",
@@ -129,8 +127,9 @@ def staircase(
     profile = read_host_profile()
     if found is None:
         found = begin(loaded, profile, start or loaded.baseline.config, seconds or DEFAULT_BUDGET_S)
-    elif seconds is not None:
-        found = found.model_copy(update={"budget_s": seconds})
+    else:
+        _refuse_other_machine(found, loaded, profile)
+        found = found.model_copy(update={"budget_s": seconds or found.budget_s})
     options = SearchOptions(spec=loaded.workload, memory_limit=memory_limit, wait=wait)
     with open_runner(loaded, options, profile, on_wait=on_progress) as runner:
         climb = Climb(found=found, runner=runner, place=place, on_progress=on_progress)
@@ -141,12 +140,36 @@ def staircase(
                 raise InterruptedSearchError("interrupted; nothing is kept", hint="Name a file with keep.") from None
             kept = f"interrupted; {len(climb.found.trials)} runs are kept in {place}"
             raise InterruptedSearchError(kept, hint="The same call goes on.") from None
-    if all(step.gain is None for step in climb.found.steps()):
-        raise BudgetEndedError(
-            f"the budget of {format_seconds(climb.found.budget_s)} ended before two rounds of runs side by side",
-            hint="Go on with a larger --budget: what was measured is kept.",
+    return _with_a_step(climb.found, place)
+
+
+def _with_a_step(found: Staircase, place: Path | None) -> Staircase:
+    """The staircase, where the gain of a step is known.
+
+    Raises:
+        BudgetEndedError: the budget was too small for any.
+    """
+    if any(step.gain is not None for step in found.steps()):
+        return found
+    kept, lost = "Go on with a larger --budget: what was measured is kept.", "Give a larger --budget. Nothing is kept."
+    raise BudgetEndedError(
+        f"the budget of {format_seconds(found.budget_s)} ended before two rounds of runs side by side",
+        hint=lost if place is None else kept,
+    )
+
+
+def _refuse_other_machine(found: Staircase, plan: Plan, here: HardwareProfile) -> None:
+    """Refuses to go on where runs would not be beside those that are kept.
+
+    Raises:
+        PlanError: hardware, versions or variables differ from those of the kept runs.
+    """
+    as_begun = plan.model_copy(update={"hardware": found.machine, "environment": found.environment})
+    if differences := find_differences(as_begun, here):
+        raise PlanError(
+            f"the staircase was begun elsewhere, or with other versions: {'; '.join(one.text for one in differences)}",
+            hint=MEASURE_ANEW,
         )
-    return climb.found
 
 
 def _goes_on(found: Staircase, seconds: float | None) -> bool:
@@ -177,6 +200,8 @@ def begin(plan: Plan, profile: HardwareProfile, start: TrainingConfig, budget_s:
         workload=plan.workload.name,
         hardware=profile.device(plan.device).name,
         device=plan.device,
+        machine=profile,
+        environment=read_environment(),
         global_batch=plan.workload.global_batch,
         start=start,
         own_setting=plan.workload.own_setting,
@@ -232,7 +257,8 @@ class Climb:
         path = self.found.path
         without = [between.config(between.all - names) for names in between.left_out]
         alone = [between.config(names) for names in between.alone]
-        groups = [_once([*path, *without, *alone]), _once([*path, *without]), _once(path)]
+        several = ([*path, *without, *alone], [*path, *without], path)
+        groups = [list(dict.fromkeys(configs)) for configs in several]
         while any(self._wants(config) for config in groups[0]):
             wanted = (group for group in groups if any(map(self._wants, group)) and self._has_time(group))
             configs = next(wanted, None)
@@ -372,10 +398,6 @@ class Climb:
             save_staircase(self.found, self.place)
 
 
-def _once(configs: Sequence[TrainingConfig]) -> list[TrainingConfig]:
-    return list(dict.fromkeys(configs))
-
-
 # The file.
 
 
@@ -398,19 +420,18 @@ def load_staircase(path: Path, plan: Plan, start: TrainingConfig | None = None) 
     Raises:
         PlanError: the file is none, was edited, or is of another plan or start.
     """
-    hint = "Measure it anew: autoplan explain --staircase --fresh, or fresh=True."
     try:
         found = Staircase.model_validate(with_shown_texts(read_document(path)))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        said = one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")[:500]
-        raise PlanError(f"{path} is no staircase: {said}", hint=hint) from None
+        raise PlanError(f"{path} is no staircase: {first_problem(error)}", hint=MEASURE_ANEW) from None
     if found.seal != _digest(found):
-        raise PlanError(f"{path} was edited after it was measured", hint=hint)
+        raise PlanError(f"{path} was edited after it was measured", hint=MEASURE_ANEW)
     if (found.study, found.plan) != (plan.study, plan.config):
-        raise PlanError(f"{path} is the staircase of another plan: {one_line(found.plan.describe())}", hint=hint)
+        raise PlanError(
+            f"{path} is the staircase of another plan: {one_line(found.plan.describe())}", hint=MEASURE_ANEW
+        )
     if start is not None and start != found.start:
-        raise PlanError(f"{path} begins at {one_line(found.start.describe())}", hint=hint)
+        raise PlanError(f"{path} begins at {one_line(found.start.describe())}", hint=MEASURE_ANEW)
     return found
 
 

@@ -81,14 +81,23 @@ def verify(
         DeviceBusyError: a search measures on the device.
     """
     loaded = (plan if isinstance(plan, Plan) else Plan.load(plan)).accepted(unverified_ok)
-    loaded, changed = make_verifiable(
-        loaded, str(workload) if isinstance(workload, Path) else workload, changed_ok=changed_ok
-    )
-    if changed is not None:
-        warnings.warn(changed, stacklevel=2)
+    loaded = open_plan(loaded, changed_ok=changed_ok, workload=workload)
     seconds = parse_duration_s(budget or DEFAULT_BUDGET_S)
     options = options_for(loaded, launcher, nodes, memory_limit=memory_limit, wait=wait)
     return verify_plan(loaded, seconds, options, on_progress=on_progress)
+
+
+def open_plan(plan: Plan, *, changed_ok: bool, workload: str | Path | WorkloadSpec | None) -> Plan:
+    """The plan with the workload that the user named or gave; a warning says what else changed.
+
+    Raises:
+        AutoplanError: it must not be run here.
+    """
+    named = str(workload) if isinstance(workload, Path) else workload
+    plan, changed = make_verifiable(plan, named, changed_ok=changed_ok)
+    if changed is not None:
+        warnings.warn(changed, stacklevel=3)
+    return plan
 
 
 def make_verifiable(plan: Plan, workload: str | WorkloadSpec | None, *, changed_ok: bool) -> tuple[Plan, str | None]:

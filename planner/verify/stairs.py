@@ -17,10 +17,12 @@ from functools import cached_property
 
 from pydantic import Field
 
+from autoplan.planner.records.plan import Environment
 from autoplan.planner.records.trials import ClaimRounds, Interval, Outcome, Trial
 from autoplan.planner.search.claim import compare
 from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.trials.measure import Spread, core_spread, invert
+from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
 from autoplan.strategies.config import KNOBS, PLAIN, TrainingConfig, knobs
 from autoplan.strategies.techniques.rules import incompatible
@@ -212,6 +214,8 @@ class Staircase(Record):
     workload: str
     hardware: str
     device: str
+    machine: HardwareProfile = Field(description="where it was begun; nothing is measured elsewhere")
+    environment: Environment = Field(description="the same of its packages and variables")
     global_batch: int
     start: TrainingConfig = Field(description="the baseline of the plan, unless another one was named")
     own_setting: TrainingConfig | None = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -361,6 +362,41 @@ def test_the_file_is_of_its_plan_and_an_edit_shows(measured: Measured, tmp_path:
     path.write_text(json.dumps(document | {"trials": 3}))
     with pytest.raises(autoplan.PlanError, match="no staircase: trials"):
         load_staircase(path, plan)
+
+
+def test_it_does_not_go_on_on_another_machine_or_with_other_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, path = make_plan(END), tmp_path / "s.json"
+    begun = begin(plan, make_hardware(cores=1), plan.baseline.config, 60.0)
+    opened = types.SimpleNamespace(times=0)
+
+    def open_runner(*given: Any, **named: Any) -> Any:
+        opened.times += 1
+        raise autoplan.DeviceError("it would go on here")
+
+    monkeypatch.setattr(climb, "open_runner", open_runner)
+    older = begun.environment.model_copy(update={"torch": "2.1.0"})
+    for found, cores, words in (
+        (begun, 1, "it would go on here"),
+        (begun, 2, "cores usable 2 here, 1 then"),
+        (begun.model_copy(update={"environment": older}), 1, "2.1.0 then"),
+    ):
+        climb.save_staircase(found, path)
+        monkeypatch.setattr(climb, "read_host_profile", functools.partial(make_hardware, cores=cores))
+        with pytest.raises(autoplan.AutoplanError, match=words):
+            autoplan.staircase(plan, keep=path)
+    assert opened.times == 1
+
+
+def test_without_a_step_it_ends_with_the_same_error_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, path = make_plan(END), tmp_path / "s.json"
+    drawn = contextlib.nullcontext(DrawnRuns(FACTORS))
+    monkeypatch.setattr(climb, "open_runner", lambda *given, **named: drawn)
+    for keep, hint in ((path, "what was measured is kept"), (path, "what was measured is kept"), (None, "Nothing is")):
+        with pytest.raises(autoplan.BudgetEndedError, match=hint):
+            autoplan.staircase(plan, keep=keep, budget=0.001)
+    assert load_staircase(path, plan).ended == BUDGET_ENDED
 
 
 def test_the_tables_fit_80_columns_and_the_page_has_the_bars(measured: Measured, capsys: pytest.CaptureFixture) -> None:
