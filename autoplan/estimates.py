@@ -30,6 +30,7 @@ from autoplan.planner.cost.analytical.step_time import learn_correction
 from autoplan.planner.cost.analytical.transformer import find_transformer, is_traced
 from autoplan.planner.cost.correction import Correction
 from autoplan.strategies.workloads.spec import WorkloadSpec
+from autoplan.units import parse_tokens
 
 if TYPE_CHECKING:
     from autoplan.planner.plan.plan import Plan
@@ -41,9 +42,9 @@ DEFAULT_SEQ_LEN = 2048  # of a model whose config.json does not say its own
 
 def estimate(
     model: Any = None,
-    cluster: str | Cluster | None = None,
+    cluster: str | Path | Cluster | None = None,
     *,
-    tokens: float | None = None,
+    tokens: str | float | None = None,
     prices: str | Path | Mapping[str, Any] | None = None,
     sequence_length: int | None = None,
     global_batch: int | None = None,
@@ -67,7 +68,7 @@ def estimate(
         model: A built-in model's name, the path of a Hugging Face config.json or of a folder with one, or
             `file.py:function`; or a Workload, or a Trainer of transformers or TRL.
         cluster: `nodes x GPUs x chip` ("256x8xH100"), `GPUs x chip`, the path of a JSON file, or a Cluster.
-        tokens: Tokens to train on, for days, cost, and advice on what to rent.
+        tokens: Tokens to train on, like "2T" or 2e12, for days, cost, and advice on what to rent.
         prices: Of one GPU for an hour, by its name: {"H100": "2.5 USD/h"}, or a YAML file of such lines. Without a
             cluster every kind that has a price is looked at.
         sequence_length: Tokens per sequence; None: the model's own.
@@ -97,6 +98,8 @@ def estimate(
         NoFeasiblePlanError: no layout fits, and by how much.
     """
     _check_arguments(model, cluster, rows, out, tokens, prices, anchor)
+    cluster = str(cluster) if isinstance(cluster, Path) else cluster
+    tokens = None if tokens is None else parse_tokens(tokens)
     for option, value in {"seq-len": sequence_length, "global-batch": global_batch, "top": top}.items():
         if value is not None and value < 1:
             raise UsageError(f"--{option} is {value}", hint="Give a whole number of at least 1.")

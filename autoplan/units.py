@@ -1,4 +1,4 @@
-"""Durations and sizes as people write and read them. Inside autoplan a duration is `_s` and a size is `_bytes`."""
+"""Durations, sizes and counts as people write and read them. Inside autoplan a duration is `_s`, a size `_bytes`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from autoplan.errors import UsageError
 _SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _BYTES = {"b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
 _BYTES |= {"t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_TOKENS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _PART = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 
@@ -64,6 +65,23 @@ def parse_memory_bytes(text: str | int, *, option: str = "--memory-limit") -> in
     if size <= 0:
         raise UsageError(f"{option} is {text!r}; a size is above zero", hint=hint)
     return size
+
+
+def parse_tokens(text: str | float, *, option: str = "--tokens") -> float:
+    """Reads `2T`, `300B`, `1.5e12`, or a number.
+
+    Raises:
+        UsageError: no number above 0.
+    """
+    body = str(text).strip().lower()
+    scale = _TOKENS.get(body[-1:])
+    try:
+        value = float(body) if scale is None else float(body[:-1]) * scale
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise UsageError(f"{option} {text!r} is no number of tokens", hint=f"For example: {option} 2T or 300B.")
+    return value
 
 
 def format_bytes(size: float | None) -> str:

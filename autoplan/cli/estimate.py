@@ -12,7 +12,6 @@ from autoplan.errors import UsageError
 from autoplan.planner.search.options import each_once
 
 MOST_REASONS = 5
-_SCALE = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 def _option(metavar: str, text: str, *names: str) -> Any:
@@ -72,7 +71,7 @@ def estimate_command(
     document = estimate(
         model,
         cluster,
-        tokens=parse_tokens(tokens) if tokens is not None else None,
+        tokens=tokens,
         prices=prices,
         sequence_length=sequence_length,
         global_batch=global_batch,
@@ -118,23 +117,6 @@ def _parse_fix(text: str) -> tuple[str, str]:
     if not separator:
         raise UsageError(f"{text!r} is not of the form knob=value", hint="For example: --fix tp=8")
     return knob.strip().replace("-", "_"), value.strip()
-
-
-def parse_tokens(text: str) -> float:
-    """`2T`, `300B`, `1.5e12` as a number.
-
-    Raises:
-        UsageError: no number above 0.
-    """
-    body = text.strip().lower()
-    scale = _SCALE.get(body[-1:], 1.0)
-    try:
-        value = float(body[:-1] if body[-1:] in _SCALE else body) * scale
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise UsageError(f"--tokens {text!r} is no number of tokens", hint="For example: --tokens 2T or 300B.")
-    return value
 
 
 def _show_table(document: dict[str, Any], out: Path | None) -> None:

@@ -301,3 +301,14 @@ def test_export_takes_a_plan_or_its_file(tmp_path: Path) -> None:
     for given in (path, make_plan()):
         (written,) = autoplan.export(given, "json", tmp_path / "out.json").paths
         assert written.exists()
+
+
+def test_an_estimate_takes_a_path_and_tokens_as_they_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    size = {"nodes": 256, "gpus_per_node": 8, "inter_gbits_per_s_per_gpu": 400}
+    file.write_text(json.dumps({"chip": "H100"} | size))
+    written = autoplan.estimate("llama2-70b", file, tokens="2T")
+    assert written == autoplan.estimate("llama2-70b", str(file), tokens=2e12)
+    for tokens in (0, -5.0, "many", "0T"):
+        with pytest.raises(autoplan.UsageError, match="is no number of tokens"):
+            autoplan.estimate("llama2-70b", "256x8xH100", tokens=tokens)
