@@ -27,19 +27,16 @@ from __future__ import annotations
 
 import re
 
+_SAME_NAME = (
+    *("budget", "max_trials", "max_device_hours", "fix", "bound", "device", "memory_limit", "nproc", "sampler", "out"),
+    *("store", "fresh", "dry_run", "seed", "global_batch", "max_grad_norm", "cluster", "tokens", "wait", "loader"),
+    *("numerics", "objective", "min_throughput", "price_per_hour", "storage", "launcher", "nodes", "side_by_side"),
+    "baseline",
+)
+"""Keyword arguments whose option has the same name, with dashes."""
+
 KEYWORDS = {
-    **{
-        name.replace("_", "-"): name
-        for name in ("budget", "max_trials", "max_device_hours", "fix", "bound", "baseline", "device", "memory_limit")
-    },
-    **{name.replace("_", "-"): name for name in ("nproc", "sampler", "out", "store", "fresh", "dry_run", "seed")},
-    **{
-        name.replace("_", "-"): name
-        for name in ("global_batch", "max_grad_norm", "cluster", "tokens", "wait", "loader", "numerics")
-    },
-    **{name.replace("_", "-"): name for name in ("objective", "min_throughput", "price_per_hour")},
-    **{name: name for name in ("storage", "launcher", "nodes")},
-    "side-by-side": "side_by_side",
+    **{name.replace("_", "-"): name for name in _SAME_NAME},
     "seq-len": "sequence_length",
     "model": "workload",
 }

@@ -10,8 +10,8 @@ import contextlib
 import errno
 import hashlib
 import os
+import secrets
 import stat
-import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,14 +34,15 @@ def replace_file(path: Path, content: str | bytes, *, private: bool = False) -> 
         with path.open("wb") as file:
             file.write(data)
         return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.")
+    temporary = path.parent / f".{path.name[:64]}.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    handle = os.open(temporary, flags, PRIVATE_FILE if private else 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), PRIVATE_FILE if private else 0o666 & ~_umask())
             file.write(data)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -158,19 +159,6 @@ def folder_bytes(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 size += os.lstat(os.path.join(place, name)).st_size
     return size
-
-
-def _umask() -> int:
-    """The umask, read without setting it where the system says it (a change would be seen by other threads)."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    except (OSError, ValueError):
-        pass
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def source_version() -> str:
