@@ -35,6 +35,7 @@ from autoplan.errors import (
     as_keywords,
 )
 from autoplan.planner.export.run import Exported, export_plan
+from autoplan.planner.plan.hardware import found_elsewhere
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trust import secrets_note
 from autoplan.planner.search.options import DeviceName, SearchKeywords, SearchObserver, SearchOptions, SearchResult
@@ -354,21 +355,3 @@ def export(
         workload=workload,
         force=force,
     )
-
-
-def found_elsewhere(plan: Plan) -> str | None:
-    """A sentence where the plan was found on other hardware than this; None where it is the same.
-
-    A plan loads anywhere; what it says was measured where it was found.
-    """
-    from autoplan.probes.run import read_host_profile
-
-    try:
-        here = read_host_profile()
-    except AutoplanError as error:
-        return f"this machine could not be read: {error.message}; the plan's figures are from where it was found"
-    if here.fingerprint == plan.hardware.fingerprint:
-        return None
-    names = [", ".join(f"{d.name} ({d.type})" for d in profile.devices) for profile in (plan.hardware, here)]
-    what = f"{names[0]} there, {names[1]} here" if names[0] != names[1] else "other limits or versions of the same"
-    return f"this plan was found on other hardware than this machine: {what}. autoplan verify measures it here"

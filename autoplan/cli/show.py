@@ -22,7 +22,7 @@ def show_command(
 
     Its speed and memory beside the baseline's, each choice with its reason, what was ruled out, and the next best.
     """
-    from autoplan.api import found_elsewhere
+    from autoplan.planner.plan.hardware import found_elsewhere
 
     loaded = load_plan(plan)
     elsewhere = found_elsewhere(loaded)

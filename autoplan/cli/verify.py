@@ -50,7 +50,7 @@ def verify_command(
     faster; 3 it is slower, does not fit, does not run, or trains otherwise: search again; 4 it is slower while
     something else used the machine, or something outside ended it: verify again.
     """
-    from autoplan.api import found_elsewhere
+    from autoplan.planner.plan.hardware import found_elsewhere
     from autoplan.planner.search.nodes import options_for
     from autoplan.planner.verify.measure import make_verifiable, verify_plan
 

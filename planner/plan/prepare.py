@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import DeviceError, PlanError, WorkloadError
+from autoplan.planner.plan.hardware import found_elsewhere
 from autoplan.planner.plan.parts import AS_SEARCHED, Parts, make_workload, refuse_unverified
-from autoplan.planner.records.changes import HINT, name_pieces, refuse_changed_parts
+from autoplan.planner.records.changes import USE_ALL_THE_SAME, name_pieces, refuse_changed_parts
 from autoplan.planner.records.plan import PlanRecord
 from autoplan.planner.records.trust import TRAINING_CODE, refuse_odd_file
 
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.spec import WorkloadSpec
     from autoplan.strategies.workloads.workload import Workload
-
-
-USE_ALL_THE_SAME = "Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok."
 
 
 def prepare_plan(
@@ -70,7 +68,8 @@ def prepare_plan(
     if said is not None:
         warnings.warn(said, stacklevel=3)
     target = _pick_device(plan, device)
-    warn_of_other_hardware(plan, target.type)
+    if (elsewhere := found_elsewhere(plan, target.type)) is not None:
+        warnings.warn(elsewhere, stacklevel=3)
     given = {name: getattr(parts, name) for name in ("model", "loss", "optimizer", "schedule", "make_batch")}
     given = {name: None if value is AS_SEARCHED else value for name, value in given.items()}
     if whole is not None:
@@ -94,8 +93,9 @@ def prepare_plan(
     if own is None and not changed_ok:  # with an optimizer that no schedule has changed
         refuse_other_training(plan, made.build_optimizer(trainable(run.model)), run.model)
     if instance is not None:
-        if instance.state:
-            _give_state(run.optimizer, dict(instance.state), target)
+        state = {one: values for one, values in instance.state.items() if getattr(one, "requires_grad", True)}
+        if state:  # of a parameter that is frozen now there is none to carry
+            _give_state(run.optimizer, state, target, on_ranks=run.mesh is not None)
         follow(instance, run.optimizer, "run.step(batch)")
     if run.said is not None:
         warnings.warn(run.said, stacklevel=3)
@@ -158,7 +158,7 @@ def check_before_use(plan: PlanRecord, *, changed_ok: bool, checks_parity: bool 
 
 
 def check_training(plan: PlanRecord, *, changed_ok: bool, **parts: Any) -> list[str]:
-    """Checks a plan before it meets a training that was read; warns if this is another machine.
+    """Checks a plan before it meets a training that was read.
 
     Args:
         plan: The plan.
@@ -166,18 +166,18 @@ def check_training(plan: PlanRecord, *, changed_ok: bool, **parts: Any) -> list[
         parts: model, loss, schedule, make_batch: see `refuse_changed_parts`.
 
     Returns:
-        What is to be said, in sentences.
+        What is to be said, in sentences; also where this is another machine.
 
     Raises:
         PlanError: see `check_before_use`; or the training is not that of the search.
     """
     said = [check_before_use(plan, changed_ok=changed_ok)]
     said.append(refuse_changed_parts(plan.workload, changed_ok=changed_ok, **parts))
-    warn_of_other_hardware(plan, plan.device)
+    said.append(found_elsewhere(plan))
     return [text for text in said if text is not None]
 
 
-def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool, hint: str = HINT) -> str | None:
+def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool, hint: str = USE_ALL_THE_SAME) -> str | None:
     """Refuses a workload whose code is not that of the search; returns what else changed, in words.
 
     Args:
@@ -252,27 +252,6 @@ def refuse_other_training(
         warnings.warn(f"the seed is {workload.seed}; the search had {then.seed}: other orders and masks", stacklevel=4)
 
 
-def warn_of_other_hardware(plan: PlanRecord, device: str) -> str | None:
-    """Says, as a warning, where this machine is not the one the plan was found on; returns what it said."""
-    from autoplan.probes.run import read_host_profile
-
-    try:
-        here = read_host_profile()
-    except (DeviceError, OSError):
-        return None
-    if here.fingerprint == plan.hardware.fingerprint:
-        return None
-    text = f"the plan was found on other hardware ({_machine(plan.hardware, device)}); this is {_machine(here, device)}"
-    text += ". It runs, but another plan may be faster here: autoplan search"
-    warnings.warn(text, stacklevel=3)
-    return text
-
-
-def _machine(hardware: Any, device: str) -> str:
-    name = next((found.name for found in hardware.devices if found.type == device), "no such device")
-    return f"{name}, torch {hardware.host.torch}"
-
-
 def _pick_device(plan: PlanRecord, device: str | torch.device | None) -> torch.device:
     import torch
 
@@ -307,7 +286,9 @@ def _refuse_hooks_on_shards(plan: PlanRecord, optimizer: torch.optim.Optimizer |
         )
 
 
-def _give_state(optimizer: torch.optim.Optimizer, state: dict[Any, Any], device: torch.device) -> None:
+def _give_state(
+    optimizer: torch.optim.Optimizer, state: dict[Any, Any], device: torch.device, *, on_ranks: bool = False
+) -> None:
     """Carries the state of the user's optimizer over to the one of the run; the parameters are the same objects.
 
     Raises:
@@ -319,8 +300,9 @@ def _give_state(optimizer: torch.optim.Optimizer, state: dict[Any, Any], device:
 
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(id(parameter) not in known for parameter in state):
+        why = "the plan spreads its parameters over ranks" if on_ranks else "not all that it stepped is trained here"
         raise WorkloadError(
-            "the optimizer has stepped already, and the plan spreads its parameters over ranks",
+            f"the optimizer has stepped already, and {why}",
             hint="Hand in a fresh optimizer and restore with run.load_state_dict(), which knows the layout.",
         )
     for parameter, values in state.items():

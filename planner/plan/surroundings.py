@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from autoplan.planner.plan.current import variables_for
+from autoplan.planner.plan.hardware import hardware_differences
 from autoplan.planner.plan.key_tables import installed_version
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.plan import Environment
@@ -74,7 +75,7 @@ def find_differences(plan: Plan, here: HardwareProfile, environment: Environment
         here: This machine.
         environment: Its packages and variables; None: they are read.
     """
-    found = [Difference(kind="hardware", text=text) for text in _hardware(plan.hardware, here, plan.device)]
+    found = [Difference(kind="hardware", text=text) for text in hardware_differences(plan.hardware, here, plan.device)]
     then, now = plan.environment, environment or read_environment()
     on_gpu = ("triton",) if plan.device == "cuda" else ()  # torch.compile, and what loss=fused compiles
     layers = ("liger_kernel",) if plan.config.kernels == "liger" else ()
@@ -90,16 +91,3 @@ def find_differences(plan: Plan, here: HardwareProfile, environment: Environment
         if before != after and after != own.get(name, before):
             found.append(Difference(kind="environment", text=f"{name}={after or ''} here, {before or 'not set'} then"))
     return found
-
-
-def _hardware(then: HardwareProfile, here: HardwareProfile, device: str) -> list[str]:
-    """The parts of the machine that a step's speed depends on, where they differ."""
-    texts = []
-    for what in ("cpu_model", "cores_usable", "driver", "cuda"):
-        before, after = getattr(then.host, what), getattr(here.host, what)
-        if before != after:
-            texts.append(f"{what.replace('_', ' ')} {after or 'none'} here, {before or 'none'} then")
-    before_s, after_s = ([found.name for found in profile.devices if found.type == device] for profile in (then, here))
-    if device != "cpu" and before_s != after_s:
-        texts.insert(0, f"{', '.join(after_s) or 'no GPU'} here, {', '.join(before_s)} then")
-    return texts

@@ -18,7 +18,7 @@ PARTS = ("model", "weights", "loss", "optimizer", "schedule", "data", "environme
 SHOWN = 4
 """How many changed pieces are named."""
 
-HINT = "Search again: autoplan search. To use the plan all the same: prepare(changed_ok=True), --changed-ok."
+USE_ALL_THE_SAME = "Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok."
 
 
 def refuse_changed_parts(spec: WorkloadSpec, *, changed_ok: bool, **parts: Any) -> str | None:
@@ -51,7 +51,7 @@ def refuse_changed_parts(spec: WorkloadSpec, *, changed_ok: bool, **parts: Any) 
     if code and not changed_ok:
         raise PlanError(
             f"{_named(code)} {'is' if len(code) == 1 else 'are'} not what the search had: it trains something else",
-            hint=HINT,
+            hint=USE_ALL_THE_SAME,
         )
     if not code and not other:
         return None

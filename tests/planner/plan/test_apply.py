@@ -10,6 +10,7 @@ import torch
 
 import autoplan
 from autoplan.errors import ConfigError, DeviceError, PlanError, WorkloadError
+from autoplan.planner.plan.hardware import found_elsewhere
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.prepare import _give_state
 from autoplan.strategies.analysis.training_facts import optimizer_differences, read_training_facts
@@ -100,6 +101,29 @@ def test_an_optimizer_that_has_stepped_keeps_its_state(plan):
     assert {state["step"].item() for state in run.optimizer.state.values()} == {2.0}
 
 
+def test_an_optimizer_that_stepped_before_a_layer_was_frozen_is_taken_over(plan):
+    model = tiny_gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    workload = language()
+    total, count = workload.loss(model, workload.make_batch(4, 0))
+    (total / count).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    frozen = model.transformer.wpe.weight.requires_grad_(False)
+    before, states = frozen.clone(), len(optimizer.state)
+    run = plan.prepare(model, optimizer)
+    assert len(run.optimizer.state) == states - 1 and frozen not in run.optimizer.state
+    run.step(workload.make_batch(4, 1))
+    assert torch.equal(frozen, before)
+
+
+def test_a_state_that_nobody_trains_is_refused_with_its_own_reason():
+    one, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    for on_ranks, words in ((False, "not all that it stepped is trained here"), (True, "over ranks")):
+        with pytest.raises(WorkloadError, match=words):
+            _give_state(torch.optim.Adam([one]), {other: {}}, torch.device("cpu"), on_ranks=on_ranks)
+
+
 def test_the_count_of_a_plain_step_stays_on_the_host_and_that_of_a_kernel_goes_to_the_device():
     parameter = torch.nn.Parameter(torch.ones(2, device="meta"))
     given = {parameter: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}}
@@ -143,6 +167,22 @@ def test_saved_and_restored(plan, tmp_path):
 def test_other_hardware_is_said_not_refused(plan):
     with pytest.warns(UserWarning, match="other hardware.*Test CPU"):
         plan.prepare()
+
+
+def test_what_is_not_the_same_is_said_of_other_hardware(monkeypatch):
+    """After a new driver, or with a byte more of memory, it said 'found on X; this is X'."""
+    plan, then = make_plan(), make_hardware()
+    size = then.host.memory_total_bytes.model_copy(update={"value": then.host.memory_total_bytes.value + 1})
+    for changes, words in (
+        ({"memory_total_bytes": size}, "other hardware: its parts have the same names, and a size, a limit or"),
+        ({"driver": "580.1", "torch": "2.12.0"}, "driver 580.1 here, none then; torch 2.12.0 here, 2.13.0 then"),
+    ):
+        here = then.model_copy(update={"host": then.host.model_copy(update=changes)})
+        monkeypatch.setattr("autoplan.probes.run.read_host_profile", lambda here=here: here)
+        said = found_elsewhere(plan)
+        assert said is not None and words in said and then.host.cpu_model not in said
+    monkeypatch.setattr("autoplan.probes.run.read_host_profile", lambda: then)
+    assert found_elsewhere(plan) is None
 
 
 def test_the_same_hardware_is_not_remarked_on(plan):
