@@ -40,10 +40,10 @@ from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trust import secrets_note
 from autoplan.planner.search.options import DeviceName, SearchKeywords, SearchObserver, SearchOptions, SearchResult
 from autoplan.probes.profile import HardwareProfile
-from autoplan.strategies.workloads.frameworks import framework_of, is_one_of
+from autoplan.strategies.workloads.frameworks import MODULES, framework_of, is_one_of
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.text import right_name
-from autoplan.trainings import allowed_precisions, read_training
+from autoplan.trainings import allowed_precisions, named_parts, read_training
 
 if TYPE_CHECKING:
     from autoplan.strategies.workloads.loops.mean_loss import LossMean
@@ -164,6 +164,8 @@ def search(
         BudgetEndedError: the budget ended before a verified plan.
         InterruptedSearchError: Ctrl-C; the same call resumes.
     """
+    makes_batches = make_batch is not None and dataloader is None
+    workload, model, trainer = named_parts(workload, model, trainer, makes_batches=makes_batches)
     spec = make_workload_spec(
         workload,
         parts={
@@ -200,7 +202,7 @@ def search(
 @contextlib.contextmanager
 def _off_the_device(training: Any) -> Iterator[None]:
     """Keeps the models of a training in host memory while trials use the GPU, and puts them back."""
-    is_model = is_one_of(training, ("torch.nn.modules.module.Module",))
+    is_model = is_one_of(training, MODULES)
     if not is_model and framework_of(training) is None:
         yield
         return

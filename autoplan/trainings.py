@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import UsageError, WorkloadError
-from autoplan.strategies.workloads.frameworks import LIGHTNING_MODULES, framework_of, is_one_of, module_of
+from autoplan.strategies.workloads.frameworks import LIGHTNING_MODULES, MODULES, framework_of, is_one_of, module_of
 
 if TYPE_CHECKING:
     from autoplan.strategies.workloads.loops.mean_loss import LossMean
@@ -38,13 +38,34 @@ def read_training(workload: Any, parts: dict[str, Any], settings: dict[str, Any]
     if framework is None or is_one_of(workload, LIGHTNING_MODULES):  # which has data beside it
         if workload is not None and "model" in given:
             raise UsageError(f"{type(workload).__name__} was given first, and model= too", hint="Give one of them.")
-        return read_parts(given.pop("model", workload), **given, **settings)
+        found = read_parts(given.pop("model", workload), **given, **settings)
+        if found is None and given.keys() - {"name"} and is_one_of(workload, MODULES):
+            raise WorkloadError(
+                f"the loop lacks {', '.join(name for name in ('optimizer', 'dataloader') if name not in given)}",
+                hint="autoplan.search(model, optimizer, dataloader, loss) takes the parts of a training loop. Without "
+                "a DataLoader, make_batch= makes the batches.",
+            )
+        return found
     if set(given) - {"name"}:
         raise UsageError(
             f"a {type(workload).__name__} was given, and {', '.join(sorted(given))} too",
             hint="Give either the Trainer, which has all of them, or the parts.",
         )
     return from_trainer(workload)
+
+
+def named_parts(workload: Any, model: Any, trainer: Any, *, makes_batches: bool) -> tuple[Any, Any, Any]:
+    """(workload, model, trainer) as they are meant: a Trainer by its name, a model first with a function of batches.
+
+    Args:
+        workload, model, trainer: As `autoplan.search` was given them.
+        makes_batches: There is a `make_batch`, and no DataLoader.
+    """
+    if workload is None and model is None and framework_of(trainer) is not None:
+        return trainer, None, None
+    if makes_batches and model is None and is_one_of(workload, MODULES) and framework_of(workload) is None:
+        return None, workload, trainer
+    return workload, model, trainer
 
 
 def read_parts(

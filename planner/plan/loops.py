@@ -14,7 +14,7 @@ from autoplan.planner.plan.loader import setting_of
 from autoplan.planner.plan.parts import Parts
 from autoplan.planner.plan.prepare import check_training, draws_kept, prepare_plan
 from autoplan.planner.records.plan import PlanRecord
-from autoplan.strategies.workloads.frameworks import is_one_of
+from autoplan.strategies.workloads.frameworks import MODULES, is_one_of
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -65,7 +65,7 @@ def apply_parts(
     Raises:
         AutoplanError: see Plan.apply_to.
     """
-    if is_one_of(training, ("torch.nn.modules.module.Module",)):
+    if is_one_of(training, MODULES):
         return apply_to_loop(plan, (training, *parts), changed_ok=changed_ok, **settings)
     if callable(training):
         return apply_to_step(plan, training, changed_ok=changed_ok)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autoplan.strategies.workloads.workload import Workload
 
+MODULES = ("torch.nn.modules.module.Module",)
 LIGHTNING_MODULES = ("lightning.pytorch.core.module.LightningModule", "pytorch_lightning.core.module.LightningModule")
 
 FRAMEWORKS: Mapping[str, str] = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import autoplan
+from autoplan import api
 from autoplan.planner.plan.plan import Plan
 from autoplan.probes.run import read_host_profile
 from autoplan.strategies.analysis.training_facts import read_training_facts
@@ -18,6 +19,8 @@ from autoplan.strategies.inspect import inspect_workload
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
 from tests.recorded import make_plan
 from tests.strategies.loops import Sentences, groups, loader_of, pad, parameters_of, tiny_gpt2, worst_difference
+from tests.strategies.tiny import Classifier, image_batch, image_loss
+from tests.strategies.tiny_trainers import llama_trainer
 from tests.strategies.workloads.loops.test_step import make_step, plain_losses
 
 CLIP = 0.05
@@ -103,6 +106,30 @@ def test_parts_that_do_not_go_together_are_named() -> None:
         autoplan.search("gpt2", dataloader=loader)
     with pytest.raises(autoplan.UsageError, match="no dataloader"):
         autoplan.from_loop(model, optimizer)
+
+
+def test_natural_calls_are_taken_or_told_what_they_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = []
+
+    def begin(options: Any, **how: Any) -> Any:
+        specs.append(options.spec)
+        raise autoplan.DeviceError("it would begin here")
+
+    monkeypatch.setattr(api, "run", begin)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = {"make_batch": image_batch, "global_batch": 8}
+    for parts, named in (
+        ((), {"trainer": llama_trainer(tmp_path)}),
+        ((model, optimizer), {"loss": image_loss, **batches}),
+        ((), {"model": model, "optimizer": optimizer, "loss": image_loss, **batches}),
+    ):
+        with pytest.raises(autoplan.DeviceError, match="would begin"):
+            autoplan.search(*parts, **named)
+    trainer, first, by_name = specs
+    assert trainer.taken_from == "Trainer" and first.identity == by_name.identity
+    with pytest.raises(autoplan.WorkloadError, match=r"the loop lacks dataloader\n"):
+        autoplan.search(model, optimizer)
 
 
 FILE = """
