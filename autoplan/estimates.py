@@ -92,7 +92,7 @@ def estimate(
     Raises:
         UsageError: arguments that do not go together, an unknown chip or cluster, a file that cannot be read, an anchor
             of another workload.
-        PlanError: an anchor that cannot be read, is unverified, or has no trials.
+        PlanError: an anchor that cannot be read, is unverified, has no trials, or whose code changed.
         ConfigError: a knob or a value that does not exist, or no legal layout.
         WorkloadError: an unknown model, or one that cannot be traced, and why.
         NoFeasiblePlanError: no layout fits, and by how much.

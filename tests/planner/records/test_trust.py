@@ -159,7 +159,7 @@ def test_the_named_file_may_be_elsewhere_and_must_be_the_same(named: Case, tmp_p
     moved.mkdir()
     named.source.rename(moved / "train.py")
     plan = named.load()
-    with pytest.raises(WorkloadError):
+    with pytest.raises(PlanError, match="not here"):
         plan.prepare()
     with pytest.raises(PlanError, match="not here"):
         export_plan(plan, "pytorch", tmp_path / "out.py")
