@@ -170,9 +170,9 @@ def test_other_hardware_is_said_not_refused(plan):
 
 
 def test_what_is_not_the_same_is_said_of_other_hardware(monkeypatch):
-    """After a new driver, or with a byte more of memory, it said 'found on X; this is X'."""
+    """After a new driver, or with a GiB more of memory, it said 'found on X; this is X'."""
     plan, then = make_plan(), make_hardware()
-    size = then.host.memory_total_bytes.model_copy(update={"value": then.host.memory_total_bytes.value + 1})
+    size = then.host.memory_total_bytes.model_copy(update={"value": then.host.memory_total_bytes.value + 2**30})
     for changes, words in (
         ({"memory_total_bytes": size}, "other hardware: its parts have the same names, and a size, a limit or"),
         ({"driver": "580.1", "torch": "2.12.0"}, "driver 580.1 here, none then; torch 2.12.0 here, 2.13.0 then"),
