@@ -94,7 +94,7 @@ def search_document(result: SearchResult) -> dict[str, Any]:
     return result.model_dump(mode="json", exclude={"schema_version"}) | {
         "exit_code": ends.exit_code(result.exit_code),
         "baseline": document(result.baseline),
-        "baseline_is_your_setting": result.plan is not None and result.plan.has_own_baseline,
+        "baseline_is_your_setting": result.baseline is not None and result.baseline.config == result.own_setting,
         "best": document(result.best),
         "trials": [document(trial) for trial in result.trials],
         "pareto": [] if result.plan is None else pareto_document(result.plan),

@@ -338,7 +338,7 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
     read_s, many = sum(one.seconds for one in facts.syncs), MANY_CALLS if facts.device == "cpu" else 0
     if loop is not None and facts.syncs and facts.syncs[0].line == loop.line and facts.syncs[0].calls > many:
         read_s, loop = max(read_s, loop.seconds), None  # what is around the calls is there for them
-    share = min(read_s / seen.mean_s, most)
+    share = 0.0 if most is None else min(read_s / seen.mean_s, most)
     if share >= LEAST_ESTIMATE:
         one = facts.syncs[0]
         said = f"{one.calls:,.0f} calls in a step, {format_seconds(read_s)} with what is around them"
@@ -346,8 +346,9 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
         yield _estimate("sync", "tensors are read on the host in the steps", said, mend, share, one.line)
     if loop is not None and loop.share - (facts.compile_s / seen.mean_s) < LEAST_ESTIMATE:
         loop = None  # of a loop that calls a compiled function
-    if loop is not None and (share := min(loop.share, most)) >= LEAST_ESTIMATE:
-        said = f"{_part_words(seen, 'loop')} outside the loader, the model and the optimizer"
+    own_s = 0.0 if loop is None else loop.seconds - (read_s if most is None else 0.0)  # those wait for the GPU
+    if loop is not None and (share := min(own_s / seen.mean_s, _or_all(most))) >= LEAST_ESTIMATE:
+        said = f"{_part_words(seen, 'loop')} outside the loader, the model and the optimizer{_unknown(most)}"
         mend = "do it once before the loop, every N steps, or in a Dataset with DataLoader workers"
         yield _estimate("loop", "the loop's own code takes time in each step", said, mend, share, loop.line)
     if compiles_again(seen) and not any(trial.suspect.switch == "recompilation" for trial, _ in _with_gain(answer)):
@@ -368,10 +369,15 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
             "throttled", "the limit on CPU time of the container stops the training", said, mend, share, None
         )
     copy = seen.part("copy")
-    if copy is not None and (share := min(copy.share, most)) >= LEAST_ESTIMATE:
+    if copy is not None and (share := min(copy.share, _or_all(most))) >= LEAST_ESTIMATE:
         mend = "DataLoader(..., pin_memory=True) and tensor.to(device, non_blocking=True)"
         yield _estimate(
-            "copy", "the host waits for copies to the device", _part_words(seen, "copy"), mend, share, copy.line
+            "copy",
+            "the host waits for copies to the device",
+            _part_words(seen, "copy") + _unknown(most),
+            mend,
+            share,
+            copy.line,
         )
 
 
@@ -447,16 +453,24 @@ def _idle(answer: Answer, seen: Observation) -> Iterator[Finding]:
     yield _estimate("idle", WHAT["idle"], said, mend, share, None)
 
 
-def _waits_at_most(answer: Answer, seen: Observation) -> float:
+def _waits_at_most(answer: Answer, seen: Observation) -> float | None:
     """The most that a step can lose by what the host does beside it, as a share: on a GPU the time in which that idles.
 
-    While a GPU works, the host may wait for it, or compute: the next launches are queued in time. 0: how long the GPU
-    works is not known.
+    While a GPU works, the host may wait for it, or compute: the next launches are queued in time. None: how long the
+    GPU works is not known; of several ranks the trace is that of rank 0.
     """
     if seen.facts.device == "cpu":
         return 1.0
-    busy_s, step_s = _busy_s(seen), _shortest_step_s(answer, seen)
-    return 0.0 if busy_s is None else max(0.0, 1 - busy_s / step_s)
+    busy_s = None if seen.facts.exchange is not None else _busy_s(seen)
+    return None if busy_s is None else max(0.0, 1 - busy_s / _shortest_step_s(answer, seen))
+
+
+def _or_all(most: float | None) -> float:
+    return 1.0 if most is None else most
+
+
+def _unknown(most: float | None) -> str:
+    return "; how long the GPU works beside it is not known" if most is None else ""
 
 
 def _busy_s(seen: Observation) -> float | None:

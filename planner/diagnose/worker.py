@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import time
 import traceback
@@ -139,13 +140,17 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+OFFLINE = re.compile(r"offline mode|OfflineMode|LocalEntryNotFound|HF_HUB_OFFLINE|huggingface\.co", re.IGNORECASE)
+"""Of the names and texts of errors of huggingface_hub, transformers and datasets."""
+
+
 def _is_offline(error: BaseException | None) -> bool:
-    """Whether it, or an error that it comes from, names the offline mode, as those of the Hugging Face Hub do."""
+    """Whether it, or an error that it comes from, is of the Hugging Face Hub in its offline mode."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
         error = error.__cause__ or error.__context__
-    return any("offline" in f"{type(one).__name__} {_text_of(one)}".lower() for one in chain)
+    return any(OFFLINE.search(f"{type(one).__name__} {_text_of(one)}") is not None for one in chain)
 
 
 def _line_of(error: BaseException) -> str | None:

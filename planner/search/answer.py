@@ -92,6 +92,7 @@ class SearchRun:
             baseline=next(
                 (t for t in without_void(trials) if t.purpose == "baseline" and t.outcome.value == "ok"), None
             ),
+            own_setting=(self.workload if self.context is None else self.context.spec).own_setting,
             best=best,
             trials=trials,
             ledger=self.store.ledger,

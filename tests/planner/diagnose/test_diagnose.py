@@ -14,6 +14,7 @@ import autoplan
 from autoplan.errors import BudgetEndedError, UsageError, WorkloadError
 from autoplan.planner.diagnose.records import Answer, Diagnosis, Request
 from autoplan.planner.diagnose.run import _keep, _Runs
+from autoplan.planner.diagnose.worker import _is_offline
 from autoplan.processes import Ended, ProcessReport, RankReport
 from tests.cases import some
 from tests.planner.diagnose.test_findings import observation, trial
@@ -68,6 +69,12 @@ ENDS = {
 def test_a_script_without_a_step_gets_one_sentence(how: str) -> None:
     with pytest.raises(WorkloadError, match=ENDS[how]):
         diagnose("ends.py", how, budget=30.0)
+
+
+def test_which_errors_are_those_of_the_hub_that_is_offline() -> None:
+    of_hub = "We couldn't connect to 'https://huggingface.co' to load the files"
+    assert _is_offline(OSError(of_hub)) and _is_offline(ConnectionError("offline mode is enabled"))
+    assert not _is_offline(FileNotFoundError("data/offline_rl.npz")) and not _is_offline(None)
 
 
 def test_a_script_that_fails_since_the_hub_is_offline_is_told_so(tmp_path: Path) -> None:

@@ -249,6 +249,18 @@ def test_what_the_host_waits_for_costs_a_gpu_no_more_than_the_time_in_which_it_i
     assert [one.cause for one in reads(0.25, "train.py:11")] == ["sync", "loop"]  # the loop's own code is elsewhere
 
 
+def test_without_a_trace_of_the_gpu_the_loops_own_code_is_named_and_its_waits_are_not() -> None:
+    """Steps of over a second are not traced by default; a read in them may wait for the GPU alone."""
+    seen = on_a_gpu(0.25).model_copy(update={"operations": ()})
+    loop = PartTime(part="loop", seconds=0.06, low=0.06, high=0.06, share=0.5, events=20, line="train.py:9")
+    syncs = (SyncLine(line="train.py:11", calls=1, seconds=0.02),)
+    facts = seen.facts.model_copy(update={"syncs": syncs, "bf16_gain": None, "tf32_gain": None, "can_fuse": False})
+    seen = seen.model_copy(update={"parts": (loop, *seen.parts), "facts": facts, "mean_s": 0.12})
+    (one,) = find_causes(Answer(observation=seen))
+    assert one.cause == "loop" and "how long the GPU works beside it is not known" in one.evidence
+    assert one.gain.median == pytest.approx(1 / (1 - 0.04 / 0.12))
+
+
 def test_on_a_gpu_tf32_is_tried_and_a_step_over_lists_where_there_is_no_fused_one() -> None:
     seen = on_a_gpu(0.1)
     suspects = {one.key: one for one in find_suspects(seen)}
