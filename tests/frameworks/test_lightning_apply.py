@@ -58,6 +58,7 @@ class LikeLightning(torch.nn.Module):
 def trainer_of(**more):
     given = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": None, "global_step": 0, "num_devices": 1}
     given |= {"num_nodes": 1, "accumulate_grad_batches": 2, "max_epochs": 3, "max_steps": -1, "callbacks": []}
+    given |= {"precision": "32-true", "strategy": type("SingleDeviceStrategy", (), {})()}
     return types.SimpleNamespace(**(given | more))
 
 
