@@ -43,7 +43,7 @@ from autoplan.planner.search.selection import (
 )
 from autoplan.planner.search.setup import probe_cost_s, trace_cost_s
 from autoplan.planner.search.trial_cost import first_steps_s, parity_parts_s, parity_s
-from autoplan.planner.trials.measure import SLICED, Spread
+from autoplan.planner.trials.measure import RUN_SPREAD, SLICED, Spread
 from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -266,6 +266,10 @@ def _counted_s(session: Session, runs: CandidateRuns) -> float:
 
 # Proving.
 
+CHECK_WORTH = 0.01
+"""A leader that has passed its check is worth so much more than one that has not, where runs are not seen to differ by
+more. Chosen: a check takes the time of some looks."""
+
 PROOF_WORTH = 0.05
 """A leader that can still be proved in the time that is left is worth so much more (a share of the speed) than one that
 cannot. Chosen. Two looks at a GPT-2 differed by less; the one that compiled led, its check took the time of the rounds,
@@ -288,7 +292,7 @@ def find_leader(session: Session) -> CandidateRuns | None:
     first = best_first[0]
     if claimed is not None or first.config == session.plain_config or session.objective.name != "throughput":
         return claimed or first
-    first_s, untold = at_plain_pace_s(session, first), min(PROOF_WORTH, math.sqrt(2) * session.run_spread.sd)
+    first_s, untold = at_plain_pace_s(session, first), _untold(session.run_spread)
     near = [one for one in best_first if one.config != session.plain_config]
     near = [one for one in near if at_plain_pace_s(session, one) <= first_s * (1 + PROOF_WORTH)]
 
@@ -297,6 +301,12 @@ def find_leader(session: Session) -> CandidateRuns | None:
         return _provable(session, one), is_checked and at_plain_pace_s(session, one) <= first_s * (1 + untold)
 
     return max(near, key=worth)
+
+
+def _untold(spread: Spread) -> float:
+    """By how much a look may be faster and say nothing, as a share: what was seen here, not what is assumed."""
+    seen = spread.freedom > 0 or spread.sd > RUN_SPREAD  # more than is assumed: the cores themselves vary
+    return min(PROOF_WORTH, math.sqrt(2) * spread.sd) if seen else CHECK_WORTH
 
 
 def _provable(session: Session, runs: CandidateRuns) -> int:

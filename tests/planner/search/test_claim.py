@@ -447,6 +447,8 @@ def test_one_that_has_passed_its_check_leads_before_one_that_single_looks_do_not
     session.keep(a_trial(0, "baseline", BASE, 1.5))
     session.keep(a_trial(1, "search", OTHERS[0], 1.0))
     session.keep(a_trial(2, "search", OTHERS[1], 0.98))
+    assert leads(session) == OTHERS[1], "nothing was seen of how runs differ here"
+    session.keep(a_trial(4, "repeat", BASE, 1.56))
     assert leads(session) == OTHERS[0]
     session.keep(a_trial(3, "search", OTHERS[2], 0.94))
     assert leads(session) == OTHERS[2], "what is faster by more than that is not given up for a check"
