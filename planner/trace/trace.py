@@ -155,7 +155,7 @@ def trace_profile(
         request = request.model_copy(update={"not_fake": why})
         report = run(request)
     crashed = cause_of(report) is Cause.FATAL_SIGNAL or report.ended is Ended.MEMORY_LIMIT
-    if crashed and request.timing_budget_s > 0:  # as an operation by itself may do
+    if crashed and report.phase != INPUT_PHASE and request.timing_budget_s > 0:  # as an operation by itself may do
         request = request.model_copy(update={"timing_budget_s": 0.0})
         report = run(request)
     profile = _read_report(report, spec)

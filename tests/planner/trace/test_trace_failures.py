@@ -25,7 +25,7 @@ from autoplan.planner.trace.model_profile import (
 from autoplan.planner.trace.rough_profile import rough_profile, rough_variant, with_rough_variants
 from autoplan.planner.trace.trace import TraceLimits, trace_profile
 from autoplan.probes.run import read_host_profile
-from autoplan.processes import ProcessReport, Zygote, cause
+from autoplan.processes import ProcessReport, Task, Zygote, cause
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.inspect import inspect_workload
 from autoplan.strategies.workloads.objects import spec_from_objects, workload_from_objects
@@ -494,6 +494,35 @@ def test_an_operation_that_takes_much_memory_by_itself_costs_no_variant(
     assert found.method == "traced" and not found.rough_variants
     assert any(group.measured_s for group in groups) is (operation is repeats)
     assert not any(group.measured_s for group in groups if group.name in ("repeat", "exp"))
+
+
+def test_data_that_meets_the_limit_of_memory_costs_no_times(
+    tmp_path: Path, training_zygote: Zygote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile is known when make_batch is timed with more samples than were traced."""
+
+    def make_batch(count: int, index: int) -> torch.Tensor:
+        held = []
+        for _ in range(2 * LIMIT_BYTES >> 26 if count > 4 else 0):
+            held.append(torch.ones(1 << 24))
+            time.sleep(0.02)
+        return torch.randn(count, 8)
+
+    runs: list[Task] = []
+    run = training_zygote.run
+    monkeypatch.setattr(training_zygote, "run", lambda task, **given: [runs.append(task), run(task, **given)][1])
+    found = trace_profile(
+        spec_from_objects(make_workload(lambda: nn.Linear(8, 8), make_batch=make_batch)),
+        device="cpu",
+        zygote=training_zygote,
+        hardware=make_hardware(),
+        variants=(PLAIN,),
+        cache_dir=tmp_path,
+        limits=TraceLimits(timing_budget_s=5.0, memory_limit_bytes=LIMIT_BYTES),
+    )
+    assert any("data loading is not estimated" in note for note in found.notes), found.notes
+    assert len(runs) == 1
+    assert any(group.measured_s for group in found.variants[PLAIN.text()].groups)
 
 
 def test_a_larger_budget_times_every_known_variant_again(tmp_path: Path, training_zygote: Zygote) -> None:
