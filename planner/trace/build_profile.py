@@ -128,17 +128,21 @@ def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> 
     notes: list[str] = []
     _choose_depth(tracer, structure, notes)
     found = _trace_variants(tracer, structure, request, notes)
-    variants = found.variants
+    known = {} if request.known is None else timings_of(request.known, tracer.requests)
+    tracer.timings = known
     if request.timing_budget_s > 0:
-        device = torch.device(tracer.device)
-        timed = {} if request.known is None else timings_of(request.known, tracer.requests)
-        new = {key: one for key, one in tracer.requests.items() if key not in timed}
-        timings = time_operations(new, device, request.timing_budget_s, notes, request.memory_limit_bytes)
-        tracer.timings = {**timed, **timings}
-        variants = {
-            name: variant.model_copy(update={"groups": tuple(tracer.with_timing(g) for g in variant.groups)})
-            for name, variant in variants.items()
-        }
+        tracer.timings = time_operations(
+            tracer.requests,
+            torch.device(tracer.device),
+            request.timing_budget_s,
+            notes,
+            request.memory_limit_bytes,
+            known=known,
+        )
+    variants = {
+        name: variant.model_copy(update={"groups": tuple(tracer.with_timing(g) for g in variant.groups)})
+        for name, variant in found.variants.items()
+    }
     profile = _assemble(tracer, structure, variants, identity, notes)
     profile = profile.model_copy(update={"failed_variants": found.failed, "timing_s": request.timing_budget_s})
     return with_rough_variants(profile, found.untraced)

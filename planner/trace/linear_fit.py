@@ -182,16 +182,17 @@ def group_key(group: OperationGroup) -> GroupKey:
 
 
 def timings_of(profile: ModelProfile, wanted: Iterable[GroupKey]) -> dict[GroupKey, OpTiming]:
-    """The wanted timings that a profile has: an operation takes as long in any phase. Scaled ones do not count."""
+    """The wanted timings that a profile has: an operation takes as long in any phase. A measured one goes first."""
+    groups = [group for variant in profile.variants.values() for group in variant.groups]
     known = {
         _in_any_phase(group_key(group)): OpTiming(
             seconds=group.measured_s,
             larger_s=group.measured_more_s,
             larger_factor=max(1, round(group.measured_more_samples / group.measured_samples)),
+            scaled=group.scaled,
         )
-        for variant in profile.variants.values()
-        for group in variant.groups
-        if group.measured_s is not None and not group.scaled
+        for group in sorted(groups, key=lambda group: not group.scaled)
+        if group.measured_s is not None
     }
     return {key: known[alike] for key in wanted if (alike := _in_any_phase(key)) in known}
 

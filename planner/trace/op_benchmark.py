@@ -109,8 +109,10 @@ def time_operations(
     budget_s: float,
     notes: list[str] | None = None,
     memory_limit_bytes: int | None = None,
+    *,
+    known: Mapping[Key, OpTiming] | None = None,
 ) -> dict[Key, OpTiming]:
-    """Times each group of operations.
+    """Times each group of operations that is not known.
 
     First one operation of each kind (overload and dtypes) is timed, then the others, from small to large, as far as
     the budget goes. Each of the rest takes the seconds of the operation of its kind that is nearest in size, in
@@ -124,16 +126,19 @@ def time_operations(
         notes: Gets a sentence where an operation left the device unusable, which ends the timing; None: nobody asks.
         memory_limit_bytes: Host memory of this process: on a CPU, what takes a large share of it is not run. None: no
             limit.
+        known: What an earlier trace found. What was measured is not timed again; what was scaled is, if there is time.
     """
     most_bytes = MEMORY_SHARE * memory_limit_bytes if memory_limit_bytes and device.type == "cpu" else math.inf
     ends = time.perf_counter() + budget_s
     if device.type == "cpu":
         keep_freed_memory()
     runner = OpRunner(device)
+    known = known or {}
     timing_of_call: dict[str, OpTiming] = {}
-    seconds_by_kind: dict[Hashable, dict[float, float]] = {}  # kind: {work: seconds}
-    timings: dict[Key, OpTiming] = {}
-    for key in _timing_order(requests):
+    timings = {key: one for key, one in known.items() if not one.scaled}
+    seconds_by_kind = _seconds_by_kind(requests, known)
+    kinds = set[Hashable]()  # of what is timed here
+    for key in _timing_order({key: one for key, one in requests.items() if key not in timings}):
         if runner.lost is not None:
             break
         request = requests[key]
@@ -148,10 +153,25 @@ def time_operations(
                 continue
             timing_of_call[call_text] = _time_larger(runner, request, seconds, left_s, most_bytes)
             seconds_by_kind.setdefault(kind, {})[request.work] = seconds
+            kinds.add(kind)
         timings[key] = timing_of_call[call_text].times(request.count)
     if runner.lost is not None and notes is not None:
         notes.append(f"the timing of operations ended early, since {device} ran nothing more after {runner.lost}")
-    return timings | _scaled_timings({key: one for key, one in requests.items() if key not in timings}, seconds_by_kind)
+    untimed = {key: one for key, one in requests.items() if key not in timings}
+    kept = {key: known[key] for key, one in untimed.items() if key in known and _kind_of(one.small_batch) not in kinds}
+    return timings | _scaled_timings(untimed, seconds_by_kind) | kept
+
+
+def _seconds_by_kind(
+    requests: Mapping[Key, TimingRequest], known: Mapping[Key, OpTiming]
+) -> dict[Hashable, dict[float, float]]:
+    """For each kind of operation the seconds of one, by its work; scaled ones where none of the kind was measured."""
+    measured: dict[Hashable, dict[float, float]] = {}
+    scaled: dict[Hashable, dict[float, float]] = {}
+    for key, timing in known.items():
+        request, found = requests[key], scaled if timing.scaled else measured
+        found.setdefault(_kind_of(request.small_batch), {})[request.work] = timing.seconds / request.count
+    return scaled | measured
 
 
 def _scaled_timings(

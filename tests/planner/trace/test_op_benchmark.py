@@ -12,8 +12,17 @@ import torch
 from autoplan.planner.cost.traced.rates import MatmulFit, Rates
 from autoplan.planner.cost.traced.step_time import discard_outlier_timings, measured_seconds
 from autoplan.planner.trace import op_benchmark
+from autoplan.planner.trace.build_profile import profile_workload
 from autoplan.planner.trace.linear_fit import group_key, timings_of
-from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, OperationGroup, VariantKey, VariantProfile
+from autoplan.planner.trace.model_profile import (
+    PLAIN,
+    LinearFit,
+    ModelProfile,
+    OperationGroup,
+    TraceRequest,
+    VariantKey,
+    VariantProfile,
+)
 from autoplan.planner.trace.op_benchmark import (
     OpRunner,
     OpTiming,
@@ -24,6 +33,7 @@ from autoplan.planner.trace.op_benchmark import (
 )
 from autoplan.planner.trace.op_recorder import OpCall, TensorShape
 from autoplan.planner.trace.variant_tracer import VariantTracer
+from autoplan.strategies.workloads.workload import LossSum, Workload
 from tests.strategies.tiny import language
 
 ATEN = torch.ops.aten
@@ -169,7 +179,58 @@ def test_what_was_only_scaled_is_timed_with_a_larger_budget(monkeypatch: pytest.
     assert [group.measured_s for group in timed] == [25.0, 50.0, 100.0]
     variant = VariantProfile(key=VariantKey(), groups=timed, kernels=3, peaks=(), **NOTHING_SAVED)
     profile = ModelProfile(**PLAIN_PROFILE, variants={VariantKey().text(): variant})
-    assert set(timings_of(profile, requests)) == {group_key(groups[4 << 20])}
+    known = timings_of(profile, requests)
+    assert {key for key, one in known.items() if not one.scaled} == {group_key(groups[4 << 20])}
+    found = time_operations(requests, torch.device("cpu"), 1000.0, known=known)
+    assert {one.seconds for one in found.values()} == {100.0} and not any(one.scaled for one in found.values())
+
+
+@pytest.mark.parametrize("budget_s", [5.0, 1e-9, 0.0])
+def test_a_later_trace_runs_nothing_that_was_too_long_and_keeps_what_was_scaled(
+    monkeypatch: pytest.MonkeyPatch, budget_s: float
+) -> None:
+    """The same with a whole trace, and another whose budget is as small, used up, or none (as after a crash)."""
+    run: list[OpCall] = []
+
+    def time_call(self: OpRunner, call: OpCall, *, signed: bool = False) -> float:
+        run.append(call)
+        return 100.0
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> LossSum:
+        total = model(batch["x"]).sum()
+        for repeats in (1, 2, 4):
+            total = total + batch["x"].repeat(1, repeats << 10).sin().sum()
+        return LossSum(total, len(batch["x"]))
+
+    def trace(budget_s: float, known: ModelProfile | None = None) -> ModelProfile:
+        request = TraceRequest(variants=(PLAIN,), timing_budget_s=budget_s, known=known)
+        return profile_workload(workload, "cpu", identity="slow", request=request)
+
+    monkeypatch.setattr(OpRunner, "time", time_call)
+    workload = Workload(
+        name="slow",
+        build_model=lambda: torch.nn.Linear(2, 2),
+        make_batch=lambda count, index: {"x": torch.zeros(count, 2)},
+        loss=loss,
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        global_batch=8,
+    )
+    first = trace(5.0)
+    sines = [group.measured_s for group in first.variants[PLAIN.text()].groups if group.name == "sin"]
+    assert sines == [25.0, 50.0, 100.0]
+    run.clear()
+    later = trace(budget_s, first)
+    assert not run
+    assert later.variants == first.variants
+
+
+def test_what_is_known_by_another_of_its_kind_is_not_run_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operation that was measured is in another variant, which is not traced now; a new one is larger still."""
+    monkeypatch.setattr(OpRunner, "time", lambda self, call, *, signed=False: pytest.fail(f"{call} was run"))
+    requests = {size: once(OpCall(ATEN.exp.default, (shape(size << 20),), {}), flops=0.0) for size in (1, 2)}
+    known = {1: OpTiming(seconds=25.0, scaled=True)}
+    found = time_operations(requests, torch.device("cpu"), 5.0, known=known)
+    assert found == {1: known[1], 2: OpTiming(seconds=50.0, scaled=True)}
 
 
 def test_times_that_a_busy_machine_disturbed_are_left_out() -> None:
