@@ -21,10 +21,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from autoplan.errors import AutoplanError, DeviceError, UsageError
 from autoplan.processes import agent
@@ -46,7 +48,8 @@ RESERVE_S = 600.0
 """How long it may take at most: its autoscaler rents and starts a machine in minutes."""
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 SHORT_S, MOST_SHORT = 20.0, 3
-"""A job that ran for less has done nothing; so many in a row are an error. An agent that cannot start ends at once."""
+"""A job, or an agent of Ray's, that ran for less has done nothing. So many such jobs in a row are an error; with Ray
+the node of so many such agents is left out. An agent that cannot start ends at once."""
 WAITING = ("PENDING", "CONFIGURING")
 _ALIVE = (*WAITING, "RUNNING", "SUSPENDED", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING")
 R = TypeVar("R")
@@ -426,8 +429,10 @@ class Ray:
         self._actors: dict[int, Any] = {}  # by the number of the bundle, as all below
         self._ends: dict[int, Any] = {}
         self._started_at: dict[int, float] = {}
-        self._sent_away_at: float | None = None  # the last agent of this group's that was
-        self._useless = set[str]()  # nodes whose agent was sent away: the next group is without them
+        self._short: dict[str, int] = {}  # by node: how many agents in a row ended soon after their start
+        self._left_at: float | None = None  # the last time that a node of this group turned out to be of no use
+        self._useless = set[str]()  # nodes whose agent was sent away, or cannot live: the next group is without them
+        self._why_left = ""
 
     def address(self) -> str:
         """Ray's own for this node."""
@@ -436,15 +441,18 @@ class Ray:
     def ensure(self, wanted: Wanted) -> None:
         """Reserves the nodes, once, and starts an agent on each; one that has ended is started again.
 
-        A group cannot change one of its nodes. So where an agent was sent away, the whole group is given back, and
-        another is asked for; after a pause, in which others of the same start may be sent away too.
+        A group cannot change one of its nodes. So where an agent was sent away, or ends each time soon after its start,
+        the whole group is given back, and another is asked for; after a pause, in which others of the same start may be
+        sent away too.
 
         Raises:
-            DeviceError: Ray does not give the nodes, or agents were sent away and there are too few other nodes.
+            DeviceError: Ray does not give the nodes, or nodes are of no use and there are too few others.
         """
+        if not wanted.agents:
+            return
         for index in [index for index, end in self._ends.items() if self._is_done(end)]:
-            self._take_end(index)
-        if self._sent_away_at is not None and not _is_early(self._sent_away_at):
+            self._take_end(index, wanted)
+        if self._left_at is not None and not _is_early(self._left_at):
             self._check_left(wanted.agents)
             wanted.on_note("Ray is asked for other nodes, and all agents start again")
             self._give_back()
@@ -496,14 +504,14 @@ class Ray:
         return [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in excluded]
 
     def _check_left(self, needed: int) -> None:
-        """After agents were sent away.
+        """After nodes turned out to be of no use.
 
         Raises:
             DeviceError: there are too few other nodes.
         """
         if (usable := len(self._others())) < needed:
             raise DeviceError(
-                f"{usable} other node(s) of Ray's cluster can be used, and {needed} are needed",
+                f"{usable} other node(s) of Ray's cluster can be used, and {needed} are needed{self._why_left}",
                 hint="Each node needs the same hardware and the same versions.",
             )
 
@@ -526,18 +534,37 @@ class Ray:
         """Whether an agent has ended, well or not."""
         return bool(self._ray.wait([end], timeout=0)[0])
 
-    def _take_end(self, index: int) -> None:
+    def _take_end(self, index: int, wanted: Wanted) -> None:
         """Ends the actor of an agent that has ended, and notes a node that is of no use."""
         try:
-            code, node = self._ray.get(self._ends[index])
-        except self._ray.exceptions.RayError:  # the actor, or its node, has ended
-            code, node = None, ""
-        if code != agent.SENT_AWAY:
+            code, node, said = self._ray.get(self._ends[index])
+            why = f"exit code {code}: {_last_line(said)}"
+        except self._ray.exceptions.RayError as error:  # the actor, or its node, has ended; or no actor can start there
+            code, node, why = None, self._node_of(index), _last_line(str(error))
+        if node in self._useless:  # it stays in _ends, so that no agent is started there again
+            return
+        if code == agent.SENT_AWAY or self._is_short_again(index, node, why, wanted):
+            self._useless.add(node)
+            self._left_at = time.monotonic()
+        else:
             self._ray.kill(self._actors.pop(index))
             self._ends.pop(index)
-        elif node not in self._useless:  # it stays in _ends, so that no agent is started there again
-            self._useless.add(node)
-            self._sent_away_at = time.monotonic()
+
+    def _node_of(self, index: int) -> str:
+        """The node of a bundle; empty: it has none now."""
+        places = self._ray.util.placement_group_table(self._group).get("bundles_to_node_id", {})
+        return str(places.get(index) or "")
+
+    def _is_short_again(self, index: int, node: str, why: str, wanted: Wanted) -> bool:
+        """Counts an agent that has ended; whether the last ones on its node all ended soon after their start."""
+        short = bool(node) and time.monotonic() < self._started_at[index] + SHORT_S
+        self._short[node] = self._short.get(node, 0) + 1 if short else 0
+        if self._short[node] < MOST_SHORT:
+            return False
+        text = f"{MOST_SHORT} agents in a row ended at once on Ray's node {node}, the last with {why}"
+        wanted.on_note(text)
+        self._why_left = f"; {text}"
+        return True
 
     def _give_back(self) -> None:
         """Ends the actors and the group."""
@@ -545,7 +572,7 @@ class Ray:
             self._ray.kill(actor)
         if self._group is not None:
             self._ray.util.remove_placement_group(self._group)
-        self._group, self._sent_away_at = None, None
+        self._group, self._left_at = None, None
         for kept in (self._actors, self._ends, self._started_at):
             kept.clear()
 
@@ -565,8 +592,8 @@ class Ray:
 class RayNode:
     """The actor: it starts the agent as a process of its own, which ends with the planner, and with the actor."""
 
-    def serve(self, planner: str, token: str, threads: str | None) -> tuple[int, str]:
-        """Runs the agent; returns its exit code, and Ray's name of the node.
+    def serve(self, planner: str, token: str, threads: str | None) -> tuple[int, str, str]:
+        """Runs the agent; returns its exit code, Ray's name of the node, and the last line that the agent wrote.
 
         Args:
             planner, token: As `child_environment` takes them.
@@ -575,8 +602,23 @@ class RayNode:
         from ray import get_runtime_context
 
         environment = ray_environment(planner, token, threads)
-        code = subprocess.run(_COMMAND, env=environment, stdin=subprocess.DEVNULL).returncode
-        return code, get_runtime_context().get_node_id()
+        process = subprocess.Popen(_COMMAND, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        assert process.stderr is not None
+        said: deque[str] = deque(maxlen=1)
+        reader = threading.Thread(target=_pass_on, args=(process.stderr, said), daemon=True)
+        reader.start()
+        code = process.wait()
+        reader.join(1.0)  # what the agent left may still hold its end of the pipe
+        return code, get_runtime_context().get_node_id(), "".join(said)
+
+
+def _pass_on(lines: IO[bytes], said: deque[str]) -> None:
+    """Writes the lines to stderr, which Ray keeps in a log of the node, and adds each that is not empty to `said`."""
+    for line in lines:
+        text = line.decode(errors="replace")
+        sys.stderr.write(text)
+        if text.strip():
+            said.append(text)
 
 
 def _resources(having: dict[str, float]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -116,6 +118,54 @@ def test_too_few_nodes_are_left_when_agents_were_sent_away(cluster: Any, monkeyp
     launcher = Nodes(Ray(), nodes=2, ranks_per_node=1, preload=(), describe=DESCRIBE, check=lambda its: "it is another")
     with launcher, pytest.raises(DeviceError, match=r"0 other node\(s\) of Ray's cluster can be used, and 1 are"):
         launcher.await_nodes()
+    assert is_true(all_is_free) and are_gone()
+
+
+def failing_on_first(marker: Path) -> type[engines.RayNode]:
+    """An actor whose agents cannot start on the node that is given first. Its code travels by value."""
+
+    class Failing(engines.RayNode):
+        def serve(self, planner: str, token: str, threads: str | None) -> tuple[int, str, str]:
+            from ray import get_runtime_context
+
+            node = get_runtime_context().get_node_id()
+            own = marker.with_name(node)
+            own.write_text(node)
+            with contextlib.suppress(FileExistsError):
+                os.link(own, marker)
+            if marker.read_text() == node:
+                engines._COMMAND = (sys.executable, "-c", "raise SystemExit('no space is left')")
+            return engines.RayNode.serve(self, planner, token, threads)
+
+    return Failing
+
+
+@pytest.mark.parametrize(("spares", "nodes"), [(2, 2), (0, 4)])
+def test_a_node_on_which_no_agent_lives_is_left(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spares: int, nodes: int
+) -> None:
+    """Another takes its place; where there is none, the error has the cause."""
+    monkeypatch.setattr(engines, "AGAIN_S", 0.5)
+    monkeypatch.setattr("autoplan.processes.nodes.GATHER_S", 45.0)
+    monkeypatch.setattr(engines, "RayNode", failing_on_first(tmp_path / "first"))
+    notes, engine = list[str](), Ray()
+    cause = r"3 agents in a row ended at once on Ray's node \w+, the last with exit code 1: no space is left"
+    with Nodes(engine, nodes=nodes, ranks_per_node=1, preload=(), on_note=notes.append) as launcher:
+        if spares:
+            launcher.await_nodes()
+            assert len(launcher._agents) == nodes - 1, notes
+        else:
+            with pytest.raises(DeviceError, match=rf"2 other node\(s\).* can be used, and 3 are needed; {cause}"):
+                launcher.await_nodes()
+        assert engine._useless == {(tmp_path / "first").read_text()}
+        assert len([note for note in notes if re.fullmatch(cause, note)]) == 1, notes
+    assert is_true(all_is_free) and are_gone()
+
+
+def test_a_single_node_reserves_no_other(cluster: Any) -> None:
+    with Nodes(Ray(), nodes=1, ranks_per_node=1, preload=()) as one:
+        one.await_nodes()
+        assert not groups("CREATED", "PENDING")
     assert is_true(all_is_free) and are_gone()
 
 
