@@ -32,7 +32,7 @@ def check_parity(
 
     Args:
         zygote, spec, config, device, directory, deadline_s, memory_limit_bytes, on_attempt: See `run_parity`.
-        plain: The plain run that fits; None: it is not known.
+        plain: The plain run that fits; None: it is not known, as where the baseline is the user's own setting.
         time_s, cache_dir: See `run_parity`; not for a step function.
         own_shapes: The same; only where `plain` needs no knob to fit.
 

@@ -35,6 +35,7 @@ from autoplan.planner.parity.judge import (
 )
 from autoplan.planner.parity.records import (
     CHECK_MICRO_BATCH,
+    RUNGS,
     ParityMeasurement,
     ParityRequest,
     Rung,
@@ -102,7 +103,8 @@ def run_parity(
         on_attempt: Is told of each run that something outside ended; it is then made again.
         own_shapes: With the micro-batch and the sequences of training, whose kernels a trial has compiled already. If
             that does not come to its end (its copies of the parameters may not fit beside them), small ones are taken.
-        rung: Which plain run fits at the workload's own length, which is left out if one with checkpointing does not.
+        rung: Which plain run fits at the workload's own length, as far as that is known. One with checkpointing is
+            taken where the plain one runs out of memory there; if neither fits, that length is left out.
 
     Raises:
         TaskFailedError: the deadline passed; that says nothing about the configuration.
@@ -118,11 +120,13 @@ def run_parity(
         on_attempt=on_attempt,
     )
     attempts: list[tuple[bool, Rung]] = [(True, rung)] if own_shapes else []
-    attempts += [(False, rung), (False, "none")] if rung == "checkpointing" else [(False, rung)]
+    attempts += [(False, lower) for lower in RUNGS[RUNGS.index(rung) :]]
     for own, fitting in attempts:
         reference = _reference(launch, spec, config, device, cache_dir or directory, own, fitting)
-        if isinstance(reference, str):
-            verdict = unfinished(config, reference)
+        if isinstance(reference, ProcessReport):
+            verdict = unfinished(config, why_unfinished(reference, "the plain reference"))
+            if not own and fitting == "plain" and not _is_too_long(reference):
+                break
             continue
         left_s = max(1.0, launch.left_s())
         request = ParityRequest(
@@ -137,7 +141,15 @@ def run_parity(
         if candidates:
             return compare(reference, candidates, config)
         verdict = unfinished(config, why_unfinished(report, "the candidate"))
+        if not own and fitting == "plain":
+            break
     return verdict
+
+
+def _is_too_long(report: ProcessReport) -> bool:
+    """Whether a plain reference ran out of memory at the workload's own length, which comes after shorter samples."""
+    hit = limit_hit(report, "it")
+    return hit is not None and hit.kind == "memory" and report.phase == "own length"
 
 
 def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingConfig) -> Parity:
@@ -382,8 +394,8 @@ def _reference(
     folder: Path,
     own_shapes: bool,
     rung: Rung,
-) -> Samples | str:
-    """The plain run, kept by what decides it; or why there is none.
+) -> Samples | ProcessReport:
+    """The plain run, kept by what decides it; or how it ended where there is none.
 
     A micro-batch that the workload fixes is the same for all candidates of a folder; any other is cut to the check's.
     """
@@ -408,7 +420,7 @@ def _reference(
         rung=rung,
     )
     report, samples = _run(launch, request, kept, 1, deadline_s)
-    return samples[0] if samples else why_unfinished(report, "the plain reference")
+    return samples[0] if samples else report
 
 
 def _run(

@@ -51,6 +51,9 @@ Rung = Literal["plain", "checkpointing", "none"]
 """Which plain run fits at the workload's own length: as it is, with full checkpointing, or one that moves or fuses
 more, in whose place that length is not checked."""
 
+RUNGS: tuple[Rung, ...] = ("plain", "checkpointing", "none")
+"""The same, each with less memory than the one before."""
+
 
 def step_part(number: int) -> str:
     """The prefix of the gradients of a step, counted from 0."""

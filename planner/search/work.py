@@ -391,7 +391,7 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
             session.zygote,
             spec,
             config,
-            plain=session.plain_config,
+            plain=None if session.plain_config == session.own_config else session.plain_config,
             device=session.context.device,
             directory=directory,
             deadline_s=deadline_s,

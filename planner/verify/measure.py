@@ -168,7 +168,7 @@ def _check(plan: Plan, spec: WorkloadSpec, runner: TrialRunner) -> Parity:
             runner.zygote,
             spec,
             plan.config,
-            plain=plan.baseline.config,
+            plain=None if plan.has_own_baseline else plan.baseline.config,
             device=runner.device,
             directory=runner.directory.parent / "parity",
             deadline_s=PARITY_DEADLINE_S,

@@ -11,9 +11,10 @@ from autoplan.planner.parity.compare import run_parity
 from autoplan.planner.parity.reference import RankBuffers
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.language_model import causal_loss
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
 from tests.cases import some
-from tests.strategies.tiny import GPT2, classifier
+from tests.strategies.tiny import GPT2, classifier, language
 
 
 @pytest.fixture
@@ -156,6 +157,24 @@ def test_each_rank_has_the_statistics_of_its_own_micro_batches(kind):
             alone(batch)
         torch.testing.assert_close(model.running_mean, alone.running_mean)
         assert int(model.num_batches_tracked) == 3
+
+
+def greedy_loss(model, batch):
+    """More memory than there is for long samples in all blocks."""
+    if batch["input_ids"].shape[1] > 128 and len(model.transformer.h) > 2:
+        raise MemoryError
+    return causal_loss(model, batch)
+
+
+def test_a_plain_run_that_lacks_memory_at_its_own_length_alone_leaves_that_length_out(zygote, tmp_path):
+    """The next one tried is that with checkpointing, then none."""
+    fields = GPT2 | {"n_positions": 256, "n_layer": 3}
+    workload = dataclasses.replace(language(fields, length=192), loss=greedy_loss, head=None)
+    config = TrainingConfig(micro_batch=2)
+    spec = spec_from_objects(workload)
+    verdict = run_parity(zygote, spec, config, device="cpu", directory=tmp_path, deadline_s=120.0)
+    assert verdict.finished and verdict.passed, verdict.note
+    assert any("192 tokens: the plain run does not fit" in text for text in verdict.not_checked)
 
 
 class WithDropout(torch.nn.Module):

@@ -89,6 +89,7 @@ class World:
         core_slower: How many times as long a core takes, by the number of the run.
         made: The runs that were made, in order: purpose, configuration, round.
         checked: The configurations whose check was begun.
+        rungs: For each: the plain run that is taken to fit at the workload's own length.
         check_times: For each: the seconds until its deadline, and those for parts that a verdict can do without.
         orders: What was asked of each run.
     """
@@ -109,6 +110,7 @@ class World:
     seed: int = 0
     made: list[tuple[str, TrainingConfig, int | None]] = field(default_factory=list)
     checked: list[TrainingConfig] = field(default_factory=list)
+    rungs: list[str] = field(default_factory=list)
     check_times: list[tuple[float, float]] = field(default_factory=list)
     orders: list[TrialOrder] = field(default_factory=list)
     compiled: set[TrainingConfig] = field(default_factory=set)
@@ -354,6 +356,7 @@ class Searches:
 
         def check(zygote: Any, spec: Any, config: TrainingConfig, *, deadline_s: float, **rest: Any) -> Parity:
             world.checked.append(config)
+            world.rungs.append(rest["rung"])
             world.check_times.append((deadline_s, rest["time_s"]))
             passed = world.passes(config)
             store.moved_s += deadline_s if passed is None else min(world.check_s, deadline_s)

@@ -151,6 +151,13 @@ def test_a_plan_is_compared_with_it(searches: Searches) -> None:
     assert Plan.model_validate_json(plan.model_dump_json()).has_own_baseline, "a report that is made later knows"
 
 
+def test_a_check_beside_it_compares_the_own_length_with_the_plain_run(searches: Searches) -> None:
+    """What the user's setting needs says nothing about what the plain run would need."""
+    world = World(own=OWN, seconds=lambda config: 3.0 if config == OWN else 1.0)
+    searches.search(world)
+    assert world.rungs and set(world.rungs) == {"plain"}
+
+
 def test_it_is_tried_first_and_the_plain_run_stands_in(searches: Searches) -> None:
     full = {"outcome": Outcome.OUT_OF_MEMORY, "reason": "9 GiB over the limit"}
     found = searches.search(World(own=OWN, fate=lambda order, before: full if order.config == OWN else None))

@@ -173,10 +173,12 @@ def test_a_step_function_is_checked_by_its_losses_and_any_other_plan_as_its_sear
     monkeypatch.setattr(step_losses, "run_step_parity", check("losses"))
     step = plan.workload.model_copy(update={"taken_from": autoplan.from_step(lambda: float).taken_from})
     tight = plan.baseline.model_copy(update={"config": TrainingConfig(micro_batch=2, checkpointing="full")})
-    for one in (plan, plan.model_copy(update={"workload": step}), plan.model_copy(update={"baseline": tight})):
+    own = plan.workload.model_copy(update={"own_setting": tight.config})
+    changes = ({}, {"workload": step}, {"baseline": tight}, {"baseline": tight, "workload": own})
+    for one in (plan.model_copy(update=change) for change in changes):
         runner_of(one)
         assert measure.verify_plan(one, 1.0, options_for(one)).verdict == "holds"
-    assert called == [("whole", "plain"), ("losses", None), ("whole", "checkpointing")]
+    assert called == [("whole", "plain"), ("losses", None), ("whole", "checkpointing"), ("whole", "plain")]
 
 
 def test_a_parity_check_that_runs_into_its_time_limit_leaves_the_plan_unchecked(
