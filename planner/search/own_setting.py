@@ -17,8 +17,8 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 def with_own_setting(facts: WorkloadFacts, options: SearchOptions) -> WorkloadSpec:
     """The spec of a workload with the setting that its search starts from: as the user says it, else as it was read.
 
-    Knobs that the user does not name stay as they were read. What was read and cannot run here is left out, with a
-    note.
+    Knobs that the user does not name stay as they were read, but for a micro-batch that is fixed now. What was read and
+    cannot run here is left out, with a note.
 
     Raises:
         ConfigError: the user's is not possible here.
@@ -31,7 +31,7 @@ def with_own_setting(facts: WorkloadFacts, options: SearchOptions) -> WorkloadSp
         return spec.model_copy(update={"own_setting": None})
     read = {} if spec.own_setting is None else spec.own_setting.knobs_off_default()
     fixed = spec.options.get("fixed_micro_batch")
-    knobs = ({} if fixed is None else {"micro_batch": fixed}) | read | dict(said or {})
+    knobs = read | ({} if fixed is None else {"micro_batch": fixed}) | dict(said or {})
     if "micro_batch" not in knobs:
         raise UsageError(
             f"--baseline names no micro_batch, and that of {spec.name} is not known",

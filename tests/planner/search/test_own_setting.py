@@ -64,6 +64,17 @@ def test_a_fixed_micro_batch_is_that_of_the_setting() -> None:
     assert found.own_setting == TrainingConfig(micro_batch=8, precision="bf16")
 
 
+@pytest.mark.parametrize("said", [None, {"precision": "bf16"}])
+def test_a_micro_batch_that_is_fixed_now_takes_the_place_of_the_one_that_was_read(said: Any) -> None:
+    spec = SPEC.model_copy(update={"own_setting": OWN, "options": {"fixed_micro_batch": 8}})
+    why = LeftOut(knob="micro_batch", value=2, reason="the workload fixes the micro-batch to 8")
+    fixed = Choices(knob="micro_batch", values=(8,), left_out=(why,))
+    others = [one for one in facts_of().choices if one.knob != "micro_batch"]
+    facts = WorkloadFacts.model_construct(spec=spec, choices=(fixed, *others))
+    found = with_own_setting(facts, SearchOptions(spec=SPEC, baseline=said))
+    assert found.own_setting == OWN.model_copy(update={"micro_batch": 8}) and found.notes == SPEC.notes
+
+
 @pytest.mark.parametrize(
     ("own", "why"),
     [
