@@ -15,10 +15,12 @@ from autoplan.planner.parity.compare import unfinished, where_ended
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.prepare import check_before_use
 from autoplan.planner.plan.surroundings import find_differences
+from autoplan.planner.records.baseline import YOURS
 from autoplan.planner.records.trials import Parity
 from autoplan.planner.records.trust import own_workload
 from autoplan.planner.search.nodes import make_launcher, options_for, with_engine
 from autoplan.planner.search.options import SearchOptions
+from autoplan.planner.search.session import OWN_PARITY
 from autoplan.planner.search.setup import limits
 from autoplan.planner.store.locks import DeviceLock, device_names
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
@@ -151,8 +153,7 @@ def verify_plan(
     def run(engine: Engine | None) -> Verification:
         profile = read_host_profile()
         with open_runner(plan, options, profile, engine, on_wait=on_progress) as runner:
-            on_progress("1 of 2: the parity check, the plan beside a plain run")
-            parity = _check(plan, options.spec, runner)
+            parity = _check(plan, options.spec, runner, on_progress)
             part = "2 of 2: the measurement"
             on_progress(part)
             trial = runner.run(order, on_progress=lambda progress: on_progress(f"{part}, {progress.phase}"))
@@ -161,8 +162,15 @@ def verify_plan(
     return with_engine(options, run, lambda found: found.exit_code, on_progress)
 
 
-def _check(plan: Plan, spec: WorkloadSpec, runner: TrialRunner) -> Parity:
-    """The parity check of a plan's configuration here; one that ran out of time has no verdict."""
+def _check(plan: Plan, spec: WorkloadSpec, runner: TrialRunner, on_progress: Callable[[str], None]) -> Parity:
+    """The parity check of a plan's configuration here; one that ran out of time has no verdict.
+
+    The user's own setting needs none, as in a search.
+    """
+    if plan.config == plan.workload.own_setting:
+        on_progress(f"1 of 2: no parity check, since the plan is {YOURS}")
+        return OWN_PARITY
+    on_progress("1 of 2: the parity check, the plan beside a plain run")
     try:
         return check_parity(
             runner.zygote,

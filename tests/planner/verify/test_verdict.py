@@ -181,6 +181,20 @@ def test_a_step_function_is_checked_by_its_losses_and_any_other_plan_as_its_sear
     assert called == [("whole", "plain"), ("losses", None), ("whole", "checkpointing"), ("whole", "plain")]
 
 
+def test_the_users_own_setting_is_not_checked(
+    runner_of: Callable[[Plan], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = with_spread(0.01)
+    own = plan.workload.model_copy(update={"own_setting": plan.config})
+    plan = plan.model_copy(update={"workload": own})
+    failed = plan.parity.model_copy(update={"passed": False})
+    monkeypatch.setattr(compare, "run_parity", lambda *given, **named: failed)
+    runner_of(plan)
+    found = measure.verify_plan(plan, 1.0, options_for(plan))
+    assert (found.verdict, found.exit_code) == ("holds", 0)
+    assert found.parity.note == "the plan is your setting, the training as it was: nothing was checked"
+
+
 def test_a_parity_check_that_runs_into_its_time_limit_leaves_the_plan_unchecked(
     runner_of: Callable[[Plan], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
