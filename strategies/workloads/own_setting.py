@@ -27,7 +27,7 @@ NOT_KNOWN = "no knobs say your setting: baseline= does, if it is to be compared 
 """For a note of a training that has something besides."""
 
 UNKNOWN = "unknown"
-"""The mode of a compiler that the knobs do not have."""
+"""What the values of a knob do not have: another compiler, other modules, another place."""
 
 
 def own_setting(
@@ -49,6 +49,8 @@ def own_setting(
     """
     if checkpointing == "none" and own_checkpointing(model):
         checkpointing = "full"
+    if compile_mode is None and any(vars(part).get("_compiled_call_impl") is not None for part in model.modules()):
+        compile_mode = UNKNOWN  # of parts, which may be others than the repeated blocks
     knobs: dict[str, Any] = {"precision": precision, "checkpointing": checkpointing}
     if compile_mode is not None:
         knobs |= {"compile": "model", "compile_mode": compile_mode}

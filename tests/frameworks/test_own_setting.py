@@ -31,6 +31,7 @@ from tests.strategies.tiny_trainers import llama_trainer
             {"checkpointing": "every_2"},
         ),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 7}}, None),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}, None),
         ({"torch_compile": True}, {"compile": "model"}),
         (
             {"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
@@ -55,6 +56,7 @@ def test_of_a_trainer(arguments: dict[str, Any], knobs: dict[str, Any] | None, t
         ({"mixed_precision": "fp8"}, None),
         ({"deepspeed": "stage3.json"}, None),
         ({"fsdp": "full_shard"}, None),
+        ({"use_liger_kernel": True}, None),
         ({"n_gpu": 2}, None),
         ({"world_size": 2}, None),
     ],
@@ -129,6 +131,9 @@ def test_of_a_loop() -> None:
     compiled = loop(torch.compile(Regressor()))  # type: ignore[arg-type]
     assert compiled.own_setting == TrainingConfig(micro_batch=8, compile="model")
     assert loop(nn.DataParallel(Regressor())).own_setting is None
+    in_parts = Regressor()
+    next(part for part in in_parts.children()).compile()
+    assert loop(in_parts).own_setting is None
 
 
 def test_of_a_loop_whose_model_recomputes() -> None:

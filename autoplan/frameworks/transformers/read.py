@@ -27,7 +27,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loops.batches import OrderedBatches, batches_in_form, collated, fetch
 from autoplan.strategies.workloads.loops.schedules import at_the_start, same_schedule
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
-from autoplan.strategies.workloads.own_setting import NOT_KNOWN, PRECISIONS, compile_mode_of, own_setting
+from autoplan.strategies.workloads.own_setting import NOT_KNOWN, PRECISIONS, UNKNOWN, compile_mode_of, own_setting
 from autoplan.strategies.workloads.randomness import generators_kept
 from autoplan.strategies.workloads.workload import Workload
 
@@ -106,13 +106,16 @@ def refuse_begun(trainer: Any) -> None:
 NO_KNOBS = ("auto_find_batch_size", "deepspeed", "fsdp")
 """Arguments that make another training of it than any knobs do."""
 
+LIGER = "use_liger_kernel"
+"""The same; a plan leaves it as it is."""
+
 
 def read_setting(trainer: Any) -> TrainingConfig | None:
     """The setting that the arguments of a Trainer ask for; None: several devices, or what no knob says."""
     args = trainer.args
     on_several = int(args.n_gpu) > 1 or int(args.world_size) > 1
     compiles = bool(args.torch_compile)
-    if on_several or any(getattr(args, name, None) for name in NO_KNOBS):
+    if on_several or any(getattr(args, name, None) for name in (*NO_KNOBS, LIGER)):
         return None
     if compiles and args.torch_compile_backend not in (None, "inductor"):
         return None
@@ -132,7 +135,10 @@ def _checkpointing(args: Any) -> str:
     """What the arguments have recomputed, in the words of the knob; versions differ in the name."""
     for name in ("gradient_checkpointing", "activation_checkpointing"):
         if getattr(args, name, False):
-            every = (getattr(args, f"{name}_kwargs", None) or {}).get("every_n_layers", 1)
+            more = getattr(args, f"{name}_kwargs", None) or {}
+            every = more.get("every_n_layers", 1)
+            if more.get("offload"):
+                return UNKNOWN
             return "full" if every == 1 else f"every_{every}"
     return "none"
 
@@ -413,8 +419,8 @@ def _what_does_not_run(trainer: Any) -> list[str]:
     args = trainer.args
     if getattr(args, "neftune_noise_alpha", None):
         notes.append("the noise of neftune_noise_alpha is not in trials")
-    if getattr(args, "use_liger_kernel", False):
-        notes.append("the kernels of use_liger_kernel are not in trials: they are put in when train() begins")
+    if getattr(args, LIGER, False):
+        notes.append(f"the kernels of {LIGER} are not in trials: they are put in when train() begins; {NOT_KNOWN}")
     if (gpus := int(args.n_gpu)) > 1:
         notes.append(
             f"this process sees {gpus} GPUs, over which the Trainer by itself splits each batch (DataParallel): the "
