@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoplan.strategies.config import TrainingConfig, knob_values
@@ -57,6 +58,24 @@ def own_setting(
     if any(value not in (knob_values(knob) or ()) for knob, value in knobs.items()):
         return None
     return TrainingConfig.model_validate(knobs | {"micro_batch": micro_batch})
+
+
+def fp32_format(device: torch.device, *, asked: bool | None = None) -> str:
+    """What matmuls of fp32 tensors compute in on a device, as the knob says it: `tf32`, or `fp32`.
+
+    Args:
+        device: Of the training.
+        asked: Whether the training asks for TF32; None: it leaves it as torch is set in this process.
+    """
+    if device.type != "cuda" or (torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)):
+        return "fp32"
+    if asked is None:
+        matmul: Any = torch.backends.cuda.matmul
+        try:
+            asked = bool(matmul.allow_tf32)
+        except RuntimeError:  # it was set through the newer interface alone
+            asked = matmul.fp32_precision == "tf32"
+    return "tf32" if asked else "fp32"
 
 
 def compile_mode_of(model: nn.Module) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ import autoplan
 from autoplan.frameworks.lightning.read import read_setting as read_lightning
 from autoplan.frameworks.transformers.read import read_setting
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.own_setting import UNKNOWN, compile_mode_of, own_setting
+from autoplan.strategies.workloads.loops.loop import LoopParts
+from autoplan.strategies.workloads.own_setting import UNKNOWN, compile_mode_of, fp32_format, own_setting
 from autoplan.strategies.workloads.sources import load_workload, spec_from_objects
 from tests.strategies.loops import Points, Regressor, Sentences, loader_of, pad, tiny_gpt2
 from tests.strategies.tiny_trainers import llama_trainer
@@ -52,6 +54,8 @@ def test_of_a_trainer(arguments: dict[str, Any], knobs: dict[str, Any] | None, t
         ({"fp16": True}, {"precision": "fp16"}),
         ({"tf32": True}, {"precision": "tf32"}),
         ({"tf32": True, "bf16": True}, {"precision": "bf16"}),
+        ({"torch_compile": True}, {"precision": "tf32", "compile": "model"}),
+        ({"torch_compile": True, "tf32": False}, {"compile": "model"}),
         ({"mixed_precision": "bf16"}, {"precision": "bf16"}),  # of the environment, where accelerate launch says it
         ({"mixed_precision": "fp8"}, None),
         ({"deepspeed": "stage3.json"}, None),
@@ -64,7 +68,8 @@ def test_of_a_trainer(arguments: dict[str, Any], knobs: dict[str, Any] | None, t
 def test_of_arguments_that_a_cpu_does_not_take(
     changes: dict[str, Any], knobs: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    names = ("bf16", "fp16", "tf32", "torch_compile", "gradient_checkpointing", "n_gpu", "world_size")
+    names = ("bf16", "fp16", "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode")
+    names += ("gradient_checkpointing", "n_gpu", "world_size")
     trainer = llama_trainer(tmp_path)
     known = {name: getattr(trainer.args, name, None) for name in names} | {"mixed_precision": "no"}
     args = SimpleNamespace(**known | {"device": torch.device("cuda")} | changes)
@@ -134,6 +139,39 @@ def test_of_a_loop() -> None:
     in_parts = Regressor()
     next(part for part in in_parts.children()).compile()
     assert loop(in_parts).own_setting is None
+
+
+@pytest.fixture
+def in_tf32() -> Iterator[None]:
+    """As a program that asks for it has torch set."""
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("in_tf32")
+def test_a_process_that_computes_in_tf32() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert (fp32_format(cuda), fp32_format(cuda, asked=False), fp32_format(cpu)) == ("tf32", "fp32", "fp32")
+    trainer = lightning_trainer()
+    assert read_lightning(Regressor(), trainer, 8) == TrainingConfig(micro_batch=8)
+    trainer.strategy.root_device = cuda
+    assert read_lightning(Regressor(), trainer, 8) == TrainingConfig(micro_batch=8, precision="tf32")
+
+
+class OnGpu(Regressor):
+    """Says that it is on a GPU."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        return iter([SimpleNamespace(device=torch.device("cuda"))])
+
+
+@pytest.mark.usefixtures("in_tf32")
+def test_of_a_loop_in_tf32() -> None:
+    parts = {"optimizer": None, "loader": None, "accumulation": 1, "known_accumulation": False, "spread": False}
+    given: Any = {"mixed_precision": None, "compile_mode": None} | parts
+    assert LoopParts(model=OnGpu(), **given).own_setting(8) == TrainingConfig(micro_batch=8, precision="tf32")
+    assert LoopParts(model=Regressor(), **given).own_setting(8) == TrainingConfig(micro_batch=8)
 
 
 def test_of_a_loop_whose_model_recomputes() -> None:

@@ -28,7 +28,7 @@ from autoplan.strategies.workloads.loops.loop import measured_workload
 from autoplan.strategies.workloads.loops.mean_loss import LossMean
 from autoplan.strategies.workloads.loops.schedules import Stepped, at_the_start, read_schedule
 from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
-from autoplan.strategies.workloads.own_setting import NOT_KNOWN, PRECISIONS, compile_mode_of, own_setting
+from autoplan.strategies.workloads.own_setting import NOT_KNOWN, PRECISIONS, compile_mode_of, fp32_format, own_setting
 from autoplan.strategies.workloads.user_errors import users_call
 from autoplan.strategies.workloads.workload import Workload
 
@@ -261,6 +261,8 @@ def read_setting(module: Any, trainer: Any, batch_samples: int) -> TrainingConfi
     if type(trainer.strategy).__name__ not in ONE_DEVICE:
         return None
     precision = PRECISIONS.get(str(trainer.precision))
+    if precision == "fp32":
+        precision = fp32_format(getattr(trainer.strategy, "root_device", torch.device("cpu")))
     return own_setting(module, micro_batch=batch_samples, precision=precision, compile_mode=compile_mode_of(module))
 
 

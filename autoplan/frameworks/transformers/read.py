@@ -27,7 +27,14 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loops.batches import OrderedBatches, batches_in_form, collated, fetch
 from autoplan.strategies.workloads.loops.schedules import at_the_start, same_schedule
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
-from autoplan.strategies.workloads.own_setting import NOT_KNOWN, PRECISIONS, UNKNOWN, compile_mode_of, own_setting
+from autoplan.strategies.workloads.own_setting import (
+    NOT_KNOWN,
+    PRECISIONS,
+    UNKNOWN,
+    compile_mode_of,
+    fp32_format,
+    own_setting,
+)
 from autoplan.strategies.workloads.randomness import generators_kept
 from autoplan.strategies.workloads.workload import Workload
 
@@ -125,10 +132,15 @@ def read_setting(trainer: Any) -> TrainingConfig | None:
     return own_setting(
         trainer.model,
         micro_batch=int(trainer._train_batch_size),
-        precision=PRECISIONS.get(mixed) if mixed != "no" else "tf32" if args.tf32 else "fp32",
+        precision=PRECISIONS.get(mixed) if mixed != "no" else fp32_format(args.device, asked=_asks_for_tf32(args)),
         checkpointing=_checkpointing(args),
         compile_mode=(args.torch_compile_mode or "default") if compiles else compile_mode_of(trainer.model),
     )
+
+
+def _asks_for_tf32(args: Any) -> bool | None:
+    """Whether the arguments switch TF32 on, as torch_compile alone does too; None: they leave it as it is."""
+    return True if args.tf32 is None and args.torch_compile else args.tf32
 
 
 def _checkpointing(args: Any) -> str:

@@ -46,7 +46,7 @@ from autoplan.strategies.workloads.loops.schedules import (
 )
 from autoplan.strategies.workloads.objects import workload_from_objects
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
-from autoplan.strategies.workloads.own_setting import NOT_KNOWN, PRECISIONS, compile_mode_of, own_setting
+from autoplan.strategies.workloads.own_setting import NOT_KNOWN, PRECISIONS, compile_mode_of, fp32_format, own_setting
 from autoplan.strategies.workloads.padding import padding_words
 from autoplan.strategies.workloads.randomness import seeded
 from autoplan.strategies.workloads.workload import Workload
@@ -78,10 +78,13 @@ class LoopParts:
 
     def own_setting(self, micro_batch: int) -> TrainingConfig | None:
         """The setting that the loop has, as far as its parts show it; None: a part of it is no knob."""
+        precision = PRECISIONS.get(self.mixed_precision or "no")
+        if precision == "fp32":
+            precision = fp32_format(device_of(self.model))
         return own_setting(
             self.model,
             micro_batch=micro_batch,
-            precision=None if self.spread else PRECISIONS.get(self.mixed_precision or "no"),
+            precision=None if self.spread else precision,
             compile_mode=self.compile_mode,
         )
 
@@ -430,7 +433,7 @@ def _setting_notes(parts: LoopParts, size: int) -> list[str]:
             f"your setting is what the loop's parts show ({own.describe()}). Autocast around a step cannot be seen: "
             "baseline={'precision': 'bf16'} says it"
         ]
-    if own.precision == "fp32":
+    if own.precision in ("fp32", "tf32"):
         return []
     return [
         f"your setting has mixed_precision={mixed}; the plan may have another precision. To keep it: "
