@@ -21,7 +21,7 @@ from autoplan.planner.search.claim import compare, drift
 from autoplan.planner.search.device_hours import describe_used
 from autoplan.planner.search.objective import order
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, match_rounds, speed_ratio
-from autoplan.planner.search.session import PLAIN_PARITY, Session
+from autoplan.planner.search.session import PLAIN_PARITY, Session, failed_parity
 from autoplan.planner.search.state import at_plain_pace_s
 from autoplan.planner.trace.input_benchmark import describe_input
 from autoplan.planner.trials.measure import Spread, core_spread, invert, ratio_interval
@@ -367,6 +367,8 @@ def barred(session: Session, config: TrainingConfig) -> str | None:
         if not parity.finished:
             return f"its parity check did not come to its end: {parity.note}"
         return "it fails parity: it would not train the same thing"
+    if parity is None and failed_parity(session.store, config):
+        return "one whose check is the same failed parity"
     return None if session.options.allows(config) else "it does not keep what was fixed or bounded"
 
 

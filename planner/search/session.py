@@ -390,11 +390,14 @@ class Session:
         """Takes in what other planners did since the last call, and what they work on now."""
         if not self.store.shared:
             return
+        verdicts = len(self.store.parities)
         for trial in self.store.refresh():
             if not trial.is_repeat:
                 self.model.observe(trial)
             self.observer.on_trial_finished(trial, self.best, self.budget())
         self.forget_void()
+        if len(self.store.parities) > verdicts:
+            leave_out_failed(self.model, self.context, self.store)
         others, now_s = self.store.others(), self.store.spent_s
         self._others_since = {key: self._others_since.get(key, now_s) for key in others}
         self.set_taken(others)

@@ -21,6 +21,7 @@ from autoplan.planner.search import work as search_work
 from autoplan.planner.search.candidate_model import FEWEST_LOOKS, FOLLOWS_CORE
 from autoplan.planner.search.claim import LEAST_ROUNDS, is_claim_over
 from autoplan.planner.search.objective import DROP_LEVEL, drop_level
+from autoplan.planner.search.plan_maker import barred
 from autoplan.planner.search.references import hand_setting
 from autoplan.planner.search.selection import collect_runs, measured_spread, rank
 from autoplan.planner.search.session import PLAIN_PARITY, is_checked_alike
@@ -31,6 +32,7 @@ from tests.planner.search.stand_in import (
     CANDIDATES,
     LOAD,
     PLAIN,
+    ClockedStore,
     Searched,
     Searches,
     World,
@@ -425,7 +427,8 @@ def test_what_fails_its_check_before_the_optimizer_steps_takes_those_with_it_who
 
     failed = "gradients, step 1"
     world = World(seconds=seconds, predicted=seconds, passes=lambda config: config.precision != "bf16", failed=failed)
-    plan = plan_of(searches.search(world))
+    found = searches.search(world)
+    plan = plan_of(found)
     wrong = [config for config in world.checked if config.precision == "bf16"]
     kinds = {
         config.model_copy(update={"micro_batch": min(config.micro_batch, 2), "optimizer_step": "own"})
@@ -434,7 +437,33 @@ def test_what_fails_its_check_before_the_optimizer_steps_takes_those_with_it_who
     assert plan.config.precision != "bf16" and len(wrong) == len(kinds), "each kind once"
     looked_at = [order.config for order in world.orders if order.purpose == "search"]
     after = looked_at[looked_at.index(wrong[0]) + 1 :]
-    assert not [config for config in after if is_checked_alike(config, wrong[0], verdict(False, failed))]
+    alike = [one for one in world.candidates if is_checked_alike(one, wrong[0], verdict(False, failed))]
+    assert not set(after).intersection(alike)
+    unchecked = [config for config in alike if config not in wrong]
+    assert unchecked, "some were left out without a check of their own"
+    why = {barred(found.session, config) for config in unchecked}
+    assert why == {"one whose check is the same failed parity"}
+
+
+def test_what_another_planner_found_to_fail_takes_those_with_it_too(
+    searches: Searches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = searches.open(World())
+    session, told = run.session, [BEST]
+    assert session is not None
+
+    def refresh(store: ClockedStore) -> tuple[Trial, ...]:
+        for config in told:
+            store.add_parity(config, verdict(False, "gradients, step 1"))
+        told.clear()
+        return ()
+
+    monkeypatch.setattr(ClockedStore, "shared", True)
+    monkeypatch.setattr(ClockedStore, "refresh", refresh)
+    monkeypatch.setattr(ClockedStore, "others", lambda store: {})
+    with run.store:
+        session.take_in_others()
+        assert BEST.model_copy(update={"optimizer_step": "own"}) in session.model.out_of_turn
 
 
 def test_which_checks_are_the_same() -> None:
