@@ -343,8 +343,8 @@ class NextStep(NamedTuple):
 
 def next_step(plan: Plan, path: str) -> NextStep:
     """The next step with a plan in a file, by what the plan was made of."""
-    own = plan.workload.own_setting
-    if is_baseline(plan) and (plan.has_own_baseline or (own is None and is_plain_run(plan.config))):
+    own, is_as_it_was = plan.workload.own_setting, plan.workload.taken_from == "" or plan.workload.is_step
+    if is_baseline(plan) and (plan.has_own_baseline or (own is None and is_as_it_was and is_plain_run(plan.config))):
         return NextStep(f"nothing to apply: the plan is {run_words(plan.config, own)}")
     file, code, target = shlex.quote(path), _applying(plan), _export_target(plan)
     export = "" if target is None else f"autoplan export {file} --to {target}"

@@ -594,6 +594,19 @@ def test_no_screen_calls_the_users_setting_the_plain_run(capsys: pytest.CaptureF
     )
 
 
+def test_a_plain_plan_is_applied_to_a_training_whose_setting_is_not_known() -> None:
+    """It may have bf16, or several GPUs: the plain run is another training."""
+    plan = make_plan()
+    plain = plan.model_copy(update={"config": plan.baseline.config, "accumulation": 8})
+    of = {name: plain.workload.model_copy(update={"taken_from": name}) for name in ("", "step function", "Trainer")}
+    words = {
+        name: facts.next_step(plain.model_copy(update={"workload": spec}), "plan.json").words
+        for name, spec in of.items()
+    }
+    assert words[""] == words["step function"] == "nothing to apply: the plan is the plain run"
+    assert "plan.apply_to(trainer)" in words["Trainer"]
+
+
 def test_the_end_screen_has_one_line_of_the_ledger() -> None:
     plan = make_plan()
     ledger = make_ledger(plan.config, plan.baseline.config)
