@@ -175,7 +175,7 @@ def _identity_of(objective: Objective) -> dict[str, Any] | None:
 def _baseline_of(options: SearchOptions) -> dict[str, Any] | None:
     """The part of the baseline that makes another study: what is said, and the setting that objects were read with.
 
-    That of a file is in the code of its function.
+    That of a file is read when the search begins; another one is measured in the same study.
     """
     said, own = options.baseline, options.spec.own_setting
     if said == "plain" or (said is None and own is None):

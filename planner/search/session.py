@@ -221,8 +221,17 @@ class Session:
     @property
     def baseline(self) -> Trial | None:
         """The baseline, if it was measured: the user's own setting, the plain run, or what stands for that."""
-        good = [t for t in self.store.trials if t.purpose == "baseline" and t.outcome is Outcome.OK]
+        good = [trial for trial in self.baseline_trials if trial.outcome is Outcome.OK]
         return next(iter(without_void(good)), None)
+
+    @property
+    def baseline_trials(self) -> list[Trial]:
+        """The trials of what may be the baseline, from the first of the user's own setting on.
+
+        Those before it are beside an earlier setting of the user's.
+        """
+        made, own = [trial for trial in self.store.trials if trial.purpose == "baseline"], self.own_config
+        return made if own is None else list(itertools.dropwhile(lambda trial: trial.config != own, made))
 
     @property
     def plain_is_known(self) -> bool:

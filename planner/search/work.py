@@ -86,7 +86,7 @@ def run_baseline(session: Session, work: Work) -> None:
     for config in plain_configs(session):
         session.observer.on_phase("baseline", f"{session.run_words(config)}, {config.describe()}")
         deadline_s = session.hard_deadline_s(0.0)
-        if _has_verdict(session, "baseline", config, deadline_s):
+        if _has_verdict(session.baseline_trials, config, deadline_s):
             continue
         expected = session.predict(config)
         trial = session.measure("baseline", config, deadline_s=deadline_s, deadline_of_budget=True)
@@ -122,7 +122,7 @@ def _say_what_stands_in(session: Session, config: TrainingConfig) -> None:
     """A note where the baseline is not the one that was wanted first: what did not run, and what stands in."""
     own = session.own_config
     if own is not None and config != own:
-        failed = next(trial for trial in session.store.trials if trial.config == own)
+        failed = next(trial for trial in session.baseline_trials if trial.config == own)
         session.note(
             f"{YOURS} ({own.describe()}) does not run here ({failed.outcome.value}: {failed.reason}); all others are "
             f"compared with {session.run_words(config)}, {config.describe()}"
@@ -149,9 +149,9 @@ def _is_gross(trial: Trial, expected: Prediction) -> bool:
     return trial.disturbed is not None and step is not None and step.median > GROSS * expected.step_time_high_s
 
 
-def _has_verdict(session: Session, purpose: Purpose, config: TrainingConfig, deadline_s: float) -> bool:
-    """Whether such a trial was made, which would not end otherwise now: the budget ended it, and there is more time."""
-    made = [trial for trial in session.store.trials if trial.purpose == purpose and trial.config == config]
+def _has_verdict(trials: Sequence[Trial], config: TrainingConfig, deadline_s: float) -> bool:
+    """Whether one of them would not end otherwise now: else the budget ended it, and there is more time."""
+    made = [trial for trial in trials if trial.config == config]
     return any(not trial.budget_ended or trial.seconds_spent >= deadline_s for trial in made)
 
 

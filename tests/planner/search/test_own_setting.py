@@ -16,11 +16,11 @@ from autoplan.planner.search.own_setting import with_own_setting
 from autoplan.planner.search.references import plain_configs
 from autoplan.planner.search.run import _baseline_of
 from autoplan.planner.store.store import study_identity
-from autoplan.planner.trials.runner import WORKLOAD
+from autoplan.planner.trials.runner import WORKLOAD, TrialOrder
 from autoplan.report import facts, pieces
 from autoplan.strategies.analysis.facts import Choices, LeftOut, WorkloadFacts
 from autoplan.strategies.config import TrainingConfig
-from tests.planner.search.stand_in import PLAIN, Searches, World, searches
+from tests.planner.search.stand_in import PLAIN, Killed, Searches, World, searches
 from tests.recorded import make_plan
 
 __all__ = ["searches"]
@@ -179,6 +179,25 @@ def test_it_is_tried_first_and_the_plain_run_stands_in(searches: Searches) -> No
     assert OWN.describe() in note and "9 GiB over the limit" in note
     assert "all others are compared with the plain run, micro_batch=16" in note
     assert "the plain baseline (your setting does not run here)" in facts.headline(plan)
+
+
+@pytest.mark.parametrize("before", [OWN, None], ids=["another", "none"])
+@pytest.mark.parametrize("runs", [True, False])
+def test_another_setting_than_that_of_an_earlier_run_is_measured(searches: Searches, runs: bool, before: Any) -> None:
+    """The function of a file may read its setting from elsewhere, which is in no name of a study."""
+    with pytest.raises(Killed):
+        searches.search(World(own=before), die_before=3)
+    other = TrainingConfig(micro_batch=4, precision="bf16")
+    full = {"outcome": Outcome.OUT_OF_MEMORY, "reason": "9 GiB over the limit"}
+
+    def fate(order: TrialOrder, made: int) -> dict[str, Any] | None:
+        return full if order.config == other and not runs else None
+
+    world = World(own=other, fate=fate)
+    plan = searches.search(world).result.plan
+    assert world.made[0][:2] == ("baseline", other)
+    assert plan is not None and plan.baseline.config == (other if runs else PLAIN)
+    assert ("your setting does not run here" in facts.headline(plan)) != runs
 
 
 @pytest.mark.parametrize("detail", [None, WORKLOAD])
