@@ -139,7 +139,7 @@ def run_parity(
         )
         report, candidates = _run(launch, request, directory / "candidate", ranks or config.world_size, left_s)
         if candidates:
-            return compare(reference, candidates, config)
+            return compare(reference, candidates, config).model_copy(update={"own_shapes": own})
         verdict = unfinished(config, why_unfinished(report, "the candidate"))
         if not own and fitting == "plain":
             break

@@ -362,6 +362,7 @@ class Parity(Record):
     gradient_error_tolerance: float | None = None
     global_batch: int = Field(description="samples of the check")
     sequence_length: int | None
+    own_shapes: bool = Field(default=False, description="in the configuration's own micro-batches and whole sequences")
     changes_numerics: bool
     note: str = ""
     checks: tuple[ParityCheck, ...] = Field(default=(), description="every comparison that was made")

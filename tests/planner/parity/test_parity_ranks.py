@@ -159,6 +159,13 @@ def test_each_rank_has_the_statistics_of_its_own_micro_batches(kind):
         assert int(model.num_batches_tracked) == 3
 
 
+def test_a_verdict_says_whether_its_check_had_the_shapes_of_training(zygote, tmp_path):
+    spec, more = spec_from_objects(classifier(global_batch=8)), {"device": "cpu", "deadline_s": 120.0}
+    config = TrainingConfig(micro_batch=4)
+    verdict = run_parity(zygote, spec, config, directory=tmp_path, own_shapes=True, **more)
+    assert verdict.passed and verdict.own_shapes and "micro-batches of 4" in verdict.note
+
+
 def greedy_loss(model, batch):
     """More memory than there is for long samples in all blocks."""
     if batch["input_ids"].shape[1] > 128 and len(model.transformer.h) > 2:

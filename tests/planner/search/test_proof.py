@@ -481,6 +481,8 @@ def test_which_checks_are_the_same() -> None:
 
     assert alike("gradients, dropout on, in fp32") == ["micro_batch", "allocator", "optimizer"]
     assert alike("change of the parameters") == ["micro_batch", "allocator"]
+    whole = verdict(False, "change of the parameters").model_copy(update={"own_shapes": True})
+    assert [what for what, config in others.items() if is_checked_alike(config, failed, whole)] == ["allocator"]
 
 
 def orders_of(world: World, config: TrainingConfig) -> list[int]:
