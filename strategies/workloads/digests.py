@@ -74,7 +74,25 @@ def is_own_file(path: str | Path | None) -> bool:
     resolved = Path(path).resolve()
     if not {"site-packages", "dist-packages"}.isdisjoint(resolved.parts):
         return False
-    return not any(resolved.is_relative_to(folder) for folder in _library_folders())
+    if any(resolved.is_relative_to(folder) for folder in _library_folders()):
+        return False
+    folder = next((one for one in _resolved(tuple(sys.path)) if one in resolved.parents), None)
+    return folder is None or resolved.relative_to(folder).parts[0].removesuffix(".py") not in _installed_in(folder)
+
+
+@functools.lru_cache(maxsize=8)
+def _resolved(folders: tuple[str, ...]) -> tuple[Path, ...]:
+    return tuple(Path(one).resolve() for one in folders if one)
+
+
+@functools.cache
+def _installed_in(folder: Path) -> frozenset[str]:
+    """The modules that pip has installed into a folder of sys.path, as `pip install --target` and module systems do."""
+    found: set[str] = set()
+    for one in metadata.distributions(path=[str(folder)]):
+        if one.read_text("RECORD") is not None:  # an egg-info is of a project's own sources
+            found |= {file.parts[0].removesuffix(".py") for file in one.files or ()}
+    return frozenset(found)
 
 
 def is_autoplan_file(path: Path) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from autoplan.errors import PlanError
 from autoplan.planner.plan.prepare import refuse_changed_code
-from autoplan.strategies.workloads.digests import Describer, digest
+from autoplan.strategies.workloads.digests import Describer, digest, is_own_file
 from autoplan.strategies.workloads.fingerprint import is_plain, plain
 from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
 from autoplan.strategies.workloads.objects import digests_of
@@ -268,3 +268,17 @@ def test_models_with_more_than_tensors_in_their_state_and_with_odd_tuples(size: 
     other.irreps = Irrep((2, Irrep((1, -1))))
     assert (digest(described) == digest(Describer(local_sources, files_imported_in).describe(other))) is (size == 2)
     assert is_plain(model.irreps) and plain(model.irreps)[0] == 2
+
+
+def test_a_package_that_pip_installed_beside_is_no_code_of_the_users(tmp_path, monkeypatch):
+    """`pip install --target`, or a cluster's modules: with Lightning there, to describe a training took minutes."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("library/inner.py", "train.py", "mine/model.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    info = tmp_path / "library-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: library\nVersion: 1.0\n")
+    (info / "RECORD").write_text("library/inner.py,,\nlibrary-1.0.dist-info/RECORD,,\n")
+    assert not is_own_file(tmp_path / "library/inner.py")
+    assert is_own_file(tmp_path / "train.py") and is_own_file(tmp_path / "mine/model.py")
