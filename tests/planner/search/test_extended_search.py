@@ -15,7 +15,7 @@ from autoplan.planner.search import work as search_work
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import SearchObserver
 from autoplan.planner.search.selection import collect_runs, match_rounds, rank
-from autoplan.planner.search.session import BudgetOver
+from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.trials.runner import TrialOrder
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
@@ -203,6 +203,7 @@ class WithBaseline:
     """What the plain run needs of a session; a run ends by the budget where it has less than 60 s."""
 
     own_config = None
+    baseline_trials = Session.baseline_trials
 
     def run_words(self, config: TrainingConfig) -> str:
         return "the plain run"
