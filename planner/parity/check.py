@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from autoplan.planner.parity import compare, step_losses
 from autoplan.planner.parity.records import Rung
@@ -39,33 +40,18 @@ def check_parity(
     Raises:
         TaskFailedError, DidNotRunError, CandidateDidNotRunError: see `run_parity`.
     """
+    given: dict[str, Any] = {
+        "device": device,
+        "directory": directory,
+        "deadline_s": deadline_s,
+        "memory_limit_bytes": memory_limit_bytes,
+        "on_attempt": on_attempt,
+    }
     if spec.is_step:
-        return step_losses.run_step_parity(
-            zygote,
-            spec,
-            config,
-            device=device,
-            directory=directory,
-            deadline_s=deadline_s,
-            memory_limit_bytes=memory_limit_bytes,
-            on_attempt=on_attempt,
-        )
+        return step_losses.run_step_parity(zygote, spec, config, **given)
     rung = rung_of(plain)
-    return compare.run_parity(
-        zygote,
-        spec,
-        config,
-        device=device,
-        directory=directory,
-        deadline_s=deadline_s,
-        memory_limit_bytes=memory_limit_bytes,
-        on_attempt=on_attempt,
-        time_s=time_s,
-        cache_dir=cache_dir,
-        ranks=config.world_size,
-        own_shapes=own_shapes and rung == "plain",
-        rung=rung,
-    )
+    more: dict[str, Any] = {"time_s": time_s, "cache_dir": cache_dir, "ranks": config.world_size, "rung": rung}
+    return compare.run_parity(zygote, spec, config, own_shapes=own_shapes and rung == "plain", **given, **more)
 
 
 def rung_of(plain: TrainingConfig | None) -> Rung:

@@ -87,11 +87,10 @@ class SearchRun:
             "left_out": () if self.context is None else self.context.left_out,
             "notes": () if self.session is None else tuple(self.session.notes),
         }
+        good = (trial for trial in without_void(trials) if trial.purpose == "baseline" and trial.outcome is Outcome.OK)
         return SearchResult(
             status=status,
-            baseline=next(
-                (t for t in without_void(trials) if t.purpose == "baseline" and t.outcome.value == "ok"), None
-            ),
+            baseline=next(good, None) if self.session is None else self.session.baseline,
             own_setting=(self.workload if self.context is None else self.context.spec).own_setting,
             best=best,
             trials=trials,

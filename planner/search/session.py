@@ -653,9 +653,9 @@ def leave_out_failed(model: CandidateModel, context: SearchContext, store: Store
 def is_checked_alike(config: TrainingConfig, failed: TrainingConfig, parity: Parity) -> bool:
     """Whether the check of a configuration computes what that of a failed one did.
 
-    A check has micro-batches of its own, if it does not take those of training. Neither the allocator nor the threads
-    of a trial are in it. Where it failed before the first step of the optimizer, it has nothing to do with how that
-    step runs.
+    A check has micro-batches of its own, if it does not take those of training. The allocator changes no number, and
+    threads only the order of sums. Where it failed before the first step of the optimizer, it has nothing to do with
+    how that step runs.
     """
     names = [one.name.removesuffix(IN_FP32) for one in parity.checks if not one.difference <= one.allowed]
     same: dict[str, Any] = {"allocator": failed.allocator, "threads": failed.threads}

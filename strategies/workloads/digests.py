@@ -76,8 +76,8 @@ def is_own_file(path: str | Path | None) -> bool:
         return False
     if any(resolved.is_relative_to(folder) for folder in _library_folders()):
         return False
-    folder = next((one for one in _resolved(tuple(sys.path)) if one in resolved.parents), None)
-    return folder is None or resolved.relative_to(folder).parts[0].removesuffix(".py") not in _installed_in(folder)
+    folders = (one for one in _resolved(tuple(sys.path)) if one in resolved.parents)
+    return not any(resolved.relative_to(one).parts[0].removesuffix(".py") in _installed_in(one) for one in folders)
 
 
 @functools.lru_cache(maxsize=8)

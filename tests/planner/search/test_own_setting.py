@@ -194,8 +194,10 @@ def test_another_setting_than_that_of_an_earlier_run_is_measured(searches: Searc
         return full if order.config == other and not runs else None
 
     world = World(own=other, fate=fate)
-    plan = searches.search(world).result.plan
+    result = searches.search(world).result
+    plan = result.plan
     assert world.made[0][:2] == ("baseline", other)
+    assert result.baseline is not None and result.baseline.config == (other if runs else PLAIN)
     assert plan is not None and plan.baseline.config == (other if runs else PLAIN)
     assert ("your setting does not run here" in facts.headline(plan)) != runs
 

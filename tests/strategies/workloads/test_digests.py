@@ -273,6 +273,7 @@ def test_models_with_more_than_tensors_in_their_state_and_with_odd_tuples(size: 
 def test_a_package_that_pip_installed_beside_is_no_code_of_the_users(tmp_path, monkeypatch):
     """`pip install --target`, or a cluster's modules: with Lightning there, to describe a training took minutes."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path.parent))  # the folder may lie in the user's own
     for name in ("library/inner.py", "train.py", "mine/model.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
