@@ -1,8 +1,10 @@
-"""Objects as bytes for another process: cloudpickle, and the modules that torch's parametrizations refuse to pickle."""
+"""Objects as bytes for another process: cloudpickle, and what refuses to be pickled: modules with torch's
+parametrizations, and operators of torch.library."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 import itertools
 import pickle
@@ -13,6 +15,7 @@ from typing import IO, Any
 
 import cloudpickle
 from torch import nn
+from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.nn.utils import parametrize
 
 
@@ -45,7 +48,35 @@ class _Pickler(cloudpickle.Pickler):
             made = (parametrize.type_before_parametrizations(obj),)
             names = [name for name, _ in obj.get_submodule("parametrizations").named_children()]
             return _new, made, (obj.__dict__, names), None, None, _fill
+        if isinstance(obj, CustomOpDef):
+            return _reduced(obj)
         return super().reducer_override(obj)
+
+
+def _reduced(operator: CustomOpDef) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """An operator of torch.library: by the module that has it, or, of a script, by its functions."""
+    home = sys.modules.get(operator._init_fn.__module__)
+    name = next((name for name, one in vars(home).items() if one is operator), None) if home is not None else None
+    if home is not None and name is not None and not _is_of_no_module(home.__name__):
+        return getattr, (home, name)
+    kernels = {device: inspect.unwrap(kernel) for device, kernel in operator._backend_fns.items()}
+    more = operator._abstract_fn, operator._backward_fn, operator._setup_context_fn
+    return _registered, (operator._qualname, operator._schema, operator._init_fn, kernels, *more)
+
+
+def _registered(name: str, schema: str, function: Any, kernels: dict[Any, Any], fake: Any, *autograd: Any) -> Any:
+    """The operator of this name in this process, which is registered where it was not."""
+    if (known := OPDEFS.get(name)) is not None:
+        return known
+    namespace, _, own_name = name.partition("::")
+    operator = CustomOpDef(namespace, own_name, schema, function)
+    for device, kernel in kernels.items():
+        operator.register_kernel(device)(kernel)
+    if fake is not None:
+        operator.register_fake(fake)
+    if autograd[0] is not None:
+        operator.register_autograd(autograd[0], setup_context=autograd[1])
+    return operator
 
 
 class _Unpickler(pickle.Unpickler):

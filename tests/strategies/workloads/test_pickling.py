@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
 import sys
 import weakref
 from typing import Any
@@ -78,6 +79,53 @@ def test_functions_of_a_script_compile_in_another_process() -> None:
     set_again(3.0)
     assert torch.equal(torch.compile(lambda x: again(x), backend="eager")(x), torch.tanh(x) * 3.0)
     assert torch.equal(compiled(x), torch.tanh(x) * 5.0 + 1.0)
+
+
+OWN_OPERATOR = """
+import sys
+import torch
+from autoplan.strategies.workloads.pickling import dumps
+
+@torch.library.custom_op("of_a_script::scaled", mutates_args=())
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+@scaled.register_fake
+def _(x, by):
+    return torch.empty_like(x)
+
+def backward(context, gradient):
+    return scaled(gradient, context.by), None
+
+scaled.register_autograd(backward, setup_context=lambda ctx, inputs, output: setattr(ctx, "by", inputs[1]))
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return scaled(x, 3.0)
+
+sys.stdout.buffer.write(dumps((Model(), Model())))
+"""
+
+
+def test_a_models_own_operator_travels_with_a_script() -> None:
+    """A Triton kernel is wrapped in one; as it is, it cannot be pickled."""
+    data = subprocess.run([sys.executable, "-c", OWN_OPERATOR], capture_output=True, check=True).stdout
+    for _ in range(2):  # it is registered once
+        model, _ = load(io.BytesIO(data))
+        x = torch.ones(3, requires_grad=True)
+        model(x).sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, torch.full((3,), 3.0))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)  # asks the fake one
+    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0))
+
+
+@torch.library.custom_op("of_a_module::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_an_operator_of_a_module_is_that_of_the_module() -> None:
+    assert load(io.BytesIO(dumps([doubled, nn.Linear(2, 2)])))[0] is doubled
 
 
 def test_what_was_loaded_is_freed_at_once() -> None:
