@@ -121,8 +121,15 @@ class Clock:
             found[0] += seconds
             found[1] += 1
 
-    def region(self, function: Callable[..., Any], part: Part, *, skip: bool = True) -> Callable[..., Any]:
-        """A function whose time belongs to a part; with `skip` it returns None while the part is removed."""
+    def region(
+        self,
+        function: Callable[..., Any],
+        part: Part,
+        *,
+        skip: bool = True,
+        instead: Callable[..., Any] = lambda *args, **kwargs: None,
+    ) -> Callable[..., Any]:
+        """A function whose time belongs to a part; with `skip`, `instead` is called while the part is removed."""
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +137,7 @@ class Clock:
                 return function(*args, **kwargs)
             if skip and part in self.skipped:
                 self.acted += 1
-                return None
+                return instead(*args, **kwargs)
             self.enter(part)
             began = time.perf_counter()
             try:

@@ -35,6 +35,9 @@ MOST_FINDINGS = 5
 LEAST_ESTIMATE = 0.05
 """What is only estimated is a finding from this share on: a mend seldom takes all of it away."""
 
+LEAST_EVALUATION = 0.1
+"""An evaluation is wanted: from this share on it is one too many, or too long."""
+
 MANY_CALLS = 100
 """Calls in a step from which on they are what the code around them is there for."""
 
@@ -172,6 +175,8 @@ def _proved(answer: Answer, seen: Observation) -> Iterator[Finding]:
     bound = next((gain_of(trial) for trial in _whole(answer) if trial.suspect.switch == "batches"), None)
     for switch, (trial, gain) in gains.items():
         if switch in ("fused", "foreach") and not _is_worth_a_finding(gain, seen):
+            continue
+        if switch == "evaluation" and gain.median < 1 / (1 - LEAST_EVALUATION):
             continue
         yield Finding(
             cause=switch,
@@ -326,7 +331,8 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
         part: Part = "data" if switch == "batches" else switch  # type: ignore[assignment]
         own = seen.part(part)
         once = own is not None and own.events == 1 and seen.steps > 1  # how often it comes is not known
-        if own is not None and own.share >= LEAST_ESTIMATE and part not in measured and not once:
+        least = LEAST_EVALUATION if switch == "evaluation" else LEAST_ESTIMATE
+        if own is not None and own.share >= least and part not in measured and not once:
             loader = facts.loader
             if switch == "batches" and loader is None:
                 continue

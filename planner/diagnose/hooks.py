@@ -12,6 +12,8 @@ import functools
 import gc
 import itertools
 import logging
+import os
+import shutil
 import sys
 import time
 import weakref
@@ -46,6 +48,9 @@ graph is gone over."""
 OF_CHECKPOINT = frozenset({"use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state",
                            "early_stop"})  # fmt: skip
 """Keywords of torch.utils.checkpoint.checkpoint itself."""
+
+_OF_FILES, _OF_COPIES = ("rename", "replace", "remove", "unlink"), ("copyfile", "copy", "copy2", "move")
+"""Functions of `os` and of `shutil` that belong to saving where their file is a checkpoint."""
 
 AUTOCAST = ("cpu", "cuda")
 """Devices whose autocast is asked for: where a training runs is known only after its first steps."""
@@ -125,7 +130,10 @@ class Hooks:
             setattr(torch.nn.utils, name, clock.region(getattr(torch.nn.utils, name), "optimizer", skip=False))
         torch.autograd.backward = self._backward(torch.autograd.backward)
         checkpointing.checkpoint = self._checkpointed(checkpointing.checkpoint)
-        torch.save = clock.region(self._moved(torch.save, 1), "saving")
+        torch.save = self._saves(torch.save, 1)
+        for module, names in ((os, _OF_FILES), (shutil, _OF_COPIES)):
+            for name in names:
+                setattr(module, name, self._of_saves(getattr(module, name)))
         builtins.print = clock.region(builtins.print, "logging")
         logging.Logger._log = clock.region(logging.Logger._log, "logging")  # type: ignore[method-assign]
         for name in SYNCS:
@@ -153,8 +161,8 @@ class Hooks:
                 continue
             self._waiting.remove(one)
             function = getattr(found, last)
-            function = function if path is None else self._moved(function, path)
-            setattr(found, last, self.clock.region(function, part))
+            region = self.clock.region(function, part) if path is None else self._saves(function, path)
+            setattr(found, last, region)
 
     # The optimizer.
 
@@ -325,18 +333,35 @@ class Hooks:
 
         return softmax
 
-    def _moved(self, function: Callable[..., Any], place: int) -> Callable[..., Any]:
-        """A function that saves to a path, which goes into the sandbox."""
+    def _saves(self, function: Callable[..., Any], place: int) -> Callable[..., Any]:
+        """A function that saves to a path, which goes into the sandbox; without saving something stands in for it."""
 
+        def path_of(args: Any, kwargs: Any) -> Any:
+            return args[place] if len(args) > place else kwargs.get("f", kwargs.get("filename"))
+
+        @functools.wraps(function)
         def save(*args: Any, **kwargs: Any) -> Any:
             if len(args) > place:
-                args = (*args[:place], self.sandbox.moved(args[place]), *args[place + 1 :])
+                args = (*args[:place], self.sandbox.moved_save(args[place]), *args[place + 1 :])
             for name in ("f", "filename"):
                 if name in kwargs:
-                    kwargs[name] = self.sandbox.moved(kwargs[name])
+                    kwargs[name] = self.sandbox.moved_save(kwargs[name])
             return function(*args, **kwargs)
 
-        return save
+        return self.clock.region(
+            save, "saving", instead=lambda *args, **kwargs: self.sandbox.stand_in(path_of(args, kwargs))
+        )
+
+    def _of_saves(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that renames, copies or removes files: of a checkpoint it is a part of saving it."""
+        timed = self.clock.region(function, "saving", skip=False)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            path = next(iter((*args, *kwargs.values())), None)
+            return (timed if self.sandbox.is_saved(path) else function)(*args, **kwargs)
+
+        return run
 
     def _read(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A call that reads a tensor on the host: its line is noted, and its part stays what it is.

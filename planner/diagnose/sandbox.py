@@ -65,6 +65,8 @@ class Sandbox:
         self._free = (*_FREE, self.root + os.sep, *(place.rstrip(os.sep) + os.sep for place in free if place))
         self._local = threading.local()
         self._gone: set[str] = set()  # real paths of what was there before, and the script has removed
+        self._saved: set[str] = set()  # real paths of checkpoints
+        self._stand_ins: set[str] = set()  # real paths of the empty files in place of checkpoints
         self._entered = False
         self.refused: list[str] = []
 
@@ -80,6 +82,28 @@ class Sandbox:
                 self._refuse_large(real, os.path.getsize(real))
                 shutil.copyfile(real, target)
         return target
+
+    def moved_save(self, path: Any) -> Any:
+        """Where a checkpoint goes."""
+        real = self._real(path)
+        if real is not None:
+            self._saved.add(real)
+            self._stand_ins.discard(real)
+        return self.moved(path)
+
+    def stand_in(self, path: Any) -> None:
+        """In place of a checkpoint: the one that is there; else an empty file, which can be renamed and removed."""
+        real = self._real(path)
+        if real is not None and not self._made(real) and not self._really(real):
+            self._saved.add(real)
+            self._stand_ins.add(real)
+            with self._plain(), contextlib.suppress(OSError):
+                os.makedirs(os.path.dirname(self._files + real), exist_ok=True)
+                Path(self._files + real).touch()
+
+    def is_saved(self, path: Any) -> bool:
+        """Whether it is a checkpoint."""
+        return self._real(path) in self._saved
 
     def seen(self, path: Any) -> Any:
         """Where a read of this path goes: to what the script has written, if it has."""
@@ -255,18 +279,26 @@ class Sandbox:
 
     def _renames(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def renamed(source: Any, target: Any, **kwargs: Any) -> Any:
-            real = self._real(source)
-            if real is None and self._real(target) is None:
-                return function(source, target, **kwargs)
+        def renamed(src: Any, dst: Any, **kwargs: Any) -> Any:
+            real, goal = self._real(src), self._real(dst)
+            if real is None and goal is None:
+                return function(src, dst, **kwargs)
+            if real in self._saved and goal is not None:
+                self._saved.add(goal)
+                self._stand_ins.discard(goal)
+            if real in self._stand_ins and goal is not None:
+                self._stand_ins.discard(real)
+                if self._made(goal) or self._really(goal):  # what a script has there, it may read
+                    return os.remove(src)
+                self._stand_ins.add(goal)
             if real is None or not self._really(real):
-                return function(self.seen(source), self.moved(target), **kwargs)
-            if os.path.isdir(source):  # what is the user's stays, a copy is moved
-                self._copy_folder(source, target)
+                return function(self.seen(src), self.moved(dst), **kwargs)
+            if os.path.isdir(src):  # what is the user's stays, a copy is moved
+                self._copy_folder(src, dst)
                 with self._plain():
                     shutil.rmtree(self._files + real, ignore_errors=True)
             else:
-                function(self.moved(source, copy=True), self.moved(target), **kwargs)
+                function(self.moved(src, copy=True), self.moved(dst), **kwargs)
             self._gone.add(real)
             return None
 

@@ -113,6 +113,20 @@ def test_what_was_seen_once_is_waited_for() -> None:
     assert seen_once(twice) == {} and seen_once(observation()) == {}
 
 
+def test_an_evaluation_that_takes_little_of_the_time_is_wanted() -> None:
+    def seen_with(share: float) -> Observation:
+        part = PartTime(part="evaluation", seconds=0.1 * share, low=0.0, high=0.1, share=share, events=5, every=4)
+        return observation().model_copy(update={"parts": (part,)})
+
+    assert find_causes(Answer(observation=seen_with(0.07))) == []
+    (first,) = find_causes(Answer(observation=seen_with(0.12)))
+    assert (first.cause, first.measured) == ("evaluation", False)
+    little = Answer(observation=seen_with(0.07), trials=(trial("evaluation", 0.0945),))
+    assert find_causes(little) == []
+    assert any("tried: no evaluation: 1.07 times" in note for note in notes_of(little, seen_with(0.07), ()))
+    assert find_causes(Answer(observation=seen_with(0.12), trials=(trial("evaluation", 0.08),)))[0].measured
+
+
 def test_a_gain_that_scatters_is_open_and_more_pairs_decide_it() -> None:
     pairs = tuple((0.06, without_s) for without_s in (0.043, 0.057, 0.04, 0.067, 0.046, 0.038))
     one = trial("evaluation", 0.1).model_copy(update={"pairs": pairs})

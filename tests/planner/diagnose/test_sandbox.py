@@ -37,3 +37,52 @@ def test_what_a_script_makes_removes_and_renames_is_so_for_it_alone(tmp_path: Pa
     done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert there() == before
+
+
+SAVED = """
+import os, shutil, sys
+from pathlib import Path
+import torch
+from autoplan.planner.diagnose.clock import Clock
+from autoplan.planner.diagnose.hooks import Hooks
+from autoplan.planner.diagnose.sandbox import Sandbox
+clock, sandbox = Clock(), Sandbox(Path(sys.argv[1]))
+Hooks(clock, sandbox, lambda: None).install()
+sandbox.install()
+
+def save(value, name):
+    torch.save(value, f"{name}.tmp")
+    os.replace(src=f"{name}.tmp", dst=f"{name}.pt")
+
+clock.open()
+save(1, "last")
+Path("notes.txt").write_text("not a checkpoint")
+os.rename("notes.txt", "notes.old")
+assert clock.current == "loop"
+moved = clock._parts["saving"]
+os.rename("last.pt", "first.pt"), os.rename("first.pt", "last.pt")
+assert clock._parts["saving"] > moved
+moved = clock._parts["saving"]
+os.rename("notes.old", "notes.txt")
+assert clock._parts["saving"] == moved
+clock.skipped.add("saving")
+save(2, "last")
+save(3, "best")
+assert clock.acted == 2 and torch.load("last.pt") == 1 and os.path.getsize("best.pt") == 0
+assert not os.path.exists("last.tmp") and not os.path.exists("best.tmp")
+save(4, "best")
+shutil.move("best.pt", "kept.pt")
+os.remove("kept.pt")
+clock.skipped.clear()
+save(5, "last")
+save(6, "best")
+assert torch.load("last.pt") == 5 and torch.load("best.pt") == 6
+"""
+
+
+def test_without_saving_a_checkpoint_can_still_be_renamed_and_the_last_one_read(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    command = [sys.executable, "-c", SAVED, str(tmp_path / "sandbox")]
+    done = subprocess.run(command, cwd=tmp_path / "work", capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "work").iterdir())

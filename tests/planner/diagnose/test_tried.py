@@ -8,7 +8,7 @@ import pytest
 
 from autoplan.planner.records.trials import Interval
 from tests.planner.diagnose.test_diagnose import SCRIPTS
-from tests.planner.diagnose.tried import agrees, in_process, row_of
+from tests.planner.diagnose.tried import agrees, in_process, row_of, together
 
 
 def interval(median: float, low: float, high: float) -> Interval:
@@ -54,6 +54,14 @@ def test_a_row_says_whether_the_planted_cause_was_named_first(name: str, causes:
     assert cells[:4] == [name, "planted", ", ".join(causes) or "nothing", first]
     if "saving" in causes:
         assert cells[4] == "2.00 (1.90 to 2.10)" and cells[6] == "yes"
+
+
+def test_promises_of_two_causes_add_what_they_take_from_a_step() -> None:
+    both = [finding("sync", interval(2.0, 2.0, 2.0), measured=False), finding("batches", interval(1.25, 1.0, 1.6))]
+    whole = together(both)
+    assert not whole["measured"] and whole["gain"]["samples"] == 3
+    assert [round(whole["gain"][side], 2) for side in ("median", "low", "high")] == [3.33, 2.0, 8.0]
+    assert agrees(together(both[1:]), interval(1.3, 1.2, 1.4))
 
 
 @pytest.mark.slow

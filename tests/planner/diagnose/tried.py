@@ -204,6 +204,16 @@ def given(script: Path, mended: Path, rounds: int, seconds: float, kept: Path) -
     return ratio_interval(without, as_is)
 
 
+def together(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The promise of several findings of one script, whose mend takes all of them away: their shares of a step add."""
+    gain = {}
+    for side in ("median", "low", "high"):
+        left = 1 - sum(1 - 1 / one["gain"][side] for one in findings)
+        gain[side] = 1 / max(left, 0.01)
+    samples = min(one["gain"]["samples"] for one in findings)
+    return {"gain": gain | {"samples": samples}, "measured": all(one["measured"] for one in findings)}
+
+
 def agrees(finding: dict[str, Any], gave: Interval) -> bool:
     """Whether a promise is what the mend gave."""
     gain = Interval.model_validate(finding["gain"])
@@ -226,9 +236,10 @@ def row_of(name: str, document: dict[str, Any], cause: str, gave: Interval | Non
     else:
         first = "yes" if causes[:1] and causes[0] in accepted else "later" if {*causes} & {*accepted} else "no"
     of_cause = [one for one in findings if one["cause"] in (accepted or causes)]
-    promise = _words(Interval.model_validate(of_cause[0]["gain"])) if of_cause else ""
-    promise += "" if not of_cause or of_cause[0]["measured"] else " (estimated)"
-    fits = "" if gave is None or not of_cause else "yes" if agrees(of_cause[0], gave) else "no"
+    whole = together(of_cause) if of_cause else None
+    promise = _words(Interval.model_validate(whole["gain"])) if whole else ""
+    promise += "" if whole is None or whole["measured"] else " (estimated)"
+    fits = "" if gave is None or whole is None else "yes" if agrees(whole, gave) else "no"
     gift = "" if gave is None else _words(gave)
     return f"| {name} | {cause} | {', '.join(causes) or 'nothing'} | {first} | {promise} | {gift} | {fits} |"
 
