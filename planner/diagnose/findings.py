@@ -44,7 +44,7 @@ MANY_CALLS = 100
 LEAST_LOOP = 0.15
 """A loop over small operations is a finding from this share on: some of it stays in whatever takes its place."""
 
-SEEN = ("padding", "needless_gradients", "anomaly", "float64")
+SEEN = ("padding", "needless_gradients", "anomaly", "profiler", "float64")
 """Causes that the first steps show for certain: with no time to remove them they are estimated, from LEAST_LOOP on."""
 
 LEAST_IDLE = 0.1
@@ -78,6 +78,7 @@ WHAT: Mapping[str, str] = {
     "saving": "checkpoints are saved while the training waits",
     "logging": "printing and logging take time in the steps",
     "evaluation": "evaluations take a large part of the run",
+    "no_grad": "forwards without gradients (samples, previews, rollouts) take a large part of the run",
     "gc": "Python's garbage collector goes over many objects in the steps",
     "freeze": "Python's garbage collector goes over many objects in the steps",
     "threads": "the number of threads does not fit the cores",
@@ -89,6 +90,7 @@ WHAT: Mapping[str, str] = {
     "padding": "batches are padded further than their longest sample",
     "needless_gradients": "gradients are computed that nobody uses",
     "anomaly": "the anomaly detection of autograd is on",
+    "profiler": "torch.profiler records the steps",
     "recompilation": "torch.compile compiles again in the steps",
     "small_operations": "Python goes through small operations one by one",
     "communication": "the steps wait for the exchange between ranks",
@@ -106,10 +108,12 @@ MEND: Mapping[str, str] = {
     "saving": "save more seldom, or in a thread of its own (torch.distributed.checkpoint.async_save)",
     "logging": "log every N steps, and print no line for each sample",
     "evaluation": "evaluate more seldom, or on fewer samples",
+    "no_grad": "make them more seldom, or fewer, where the training does not need them",
     "gc": "no gc.collect() in the steps; gc.disable() before the loop, and gc.collect() between epochs",
     "freeze": "gc.collect(); gc.freeze() once all is set up, before the loop; no gc.collect() in it",
     "padding": "pad each batch to its own longest sample, in collate_fn (transformers: DataCollatorWithPadding)",
     "anomaly": "remove set_detect_anomaly(True) and detect_anomaly(): they are for finding a NaN, not for training",
+    "profiler": "leave the profiler out, or let it record once: torch.profiler.schedule(..., repeat=1)",
     "recompilation": "torch.compile(..., dynamic=True), or batches of one shape (drop_last=True, few lengths)",
     "communication": "exchange less often or less: more samples per rank and step, accumulation under model.no_sync(), "
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
@@ -229,6 +233,8 @@ def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> 
         return f"parameters of {' and '.join(facts.needless)} get gradients, and no optimizer has them"
     if switch == "anomaly":
         return "each operation keeps its stack, and each gradient is looked at"
+    if switch == "profiler":
+        return f"it recorded in {facts.profiled:.0%} of the steps"
     if switch == "recompilation":
         return f"{_compile_words(seen)}; another process with dynamic=True beside it"
     if switch == "float64":
@@ -327,11 +333,11 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
     facts = seen.facts
     tested = _whole(answer)
     measured = {trial.suspect.part for trial in tested if not _is_open(trial, seen, len(tested))}
-    for switch in ("batches", "saving", "logging", "evaluation", "gc"):
+    for switch in ("batches", "saving", "logging", "evaluation", "no_grad", "gc"):
         part: Part = "data" if switch == "batches" else switch  # type: ignore[assignment]
         own = seen.part(part)
         once = own is not None and own.events == 1 and seen.steps > 1  # how often it comes is not known
-        least = LEAST_EVALUATION if switch == "evaluation" else LEAST_ESTIMATE
+        least = LEAST_EVALUATION if switch in ("evaluation", "no_grad") else LEAST_ESTIMATE
         if own is not None and own.share >= least and part not in measured and not once:
             loader = facts.loader
             if switch == "batches" and loader is None:
@@ -350,6 +356,8 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
         said = f"{one.calls:,.0f} calls in a step, {format_seconds(read_s)} with what is around them"
         mend = "keep it as a tensor (detach()), and read it once every N steps"
         yield _estimate("sync", "tensors are read on the host in the steps", said, mend, share, one.line)
+    if any(trial.suspect.switch == "profiler" for trial, _ in _with_gain(answer)):
+        loop = None  # the time of its steps and of what it writes
     if loop is not None and loop.share - (facts.compile_s / seen.mean_s) < LEAST_ESTIMATE:
         loop = None  # of a loop that calls a compiled function
     own_s = 0.0 if loop is None else loop.seconds - (read_s if most is None else 0.0)  # those wait for the GPU

@@ -55,6 +55,13 @@ _OF_FILES, _OF_COPIES = ("rename", "replace", "remove", "unlink"), ("copyfile", 
 AUTOCAST = ("cpu", "cuda")
 """Devices whose autocast is asked for: where a training runs is known only after its first steps."""
 
+OF_PROFILER = {"prepare_trace": "prepared", "start_trace": "recording", "stop_trace": "off"}
+"""Methods of torch's profiler, and what it is after them."""
+
+SELDOM = 0.5
+"""Forwards without gradients in a smaller share of the steps (samples, previews, rollouts) are a part of their own; in
+more of them (a teacher, say) they are a part of the forward."""
+
 SYNCS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
 """Calls that read a tensor on the host."""
 
@@ -90,6 +97,8 @@ class Hooks:
 
     Attributes:
         kept: Names of the user's that keep graphs; `cut`: take them off after each step, since these lengths.
+        profilers: Those of torch, and whether they are "prepared", "recording" or "off".
+        profiled: Steps at whose end one recorded.
         recomputed: Calls of torch.utils.checkpoint; with `keeps_activations` they compute nothing again.
         left_out: Parameters that the optimizer passes over.
         collections: Of Python's garbage collector, since they were removed.
@@ -107,6 +116,8 @@ class Hooks:
         self.kept: tuple[str, ...] = ()
         self.cut: dict[str, int] | None = None
         self.recomputed, self.keeps_activations = 0, False
+        self.profilers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self.profiled = 0
         self.left_out: list[torch.nn.Parameter] = []
         self.collections = 0
         self.compiled: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -142,6 +153,8 @@ class Hooks:
             torch.cuda.synchronize = self._read(torch.cuda.synchronize)
             for name in ("to", "cuda"):
                 setattr(torch.Tensor, name, self._copied(getattr(torch.Tensor, name)))
+        for name, state in OF_PROFILER.items():
+            setattr(torch.profiler.profile, name, self._profiles(getattr(torch.profiler.profile, name), state))
         gc.callbacks.append(self._on_gc)
         self.loaders.install()
         self.modules.install()
@@ -210,6 +223,8 @@ class Hooks:
             self.anchor = optimizer
         if optimizer is self.anchor:
             self._missed = 0
+            self.profiled += torch.autograd._profiler_enabled()
+            self.modules.end_step()
             self.on_step()
 
     def needless(self) -> dict[str, list[torch.nn.Parameter]]:
@@ -380,6 +395,14 @@ class Hooks:
             return found
 
         return read
+
+    def _profiles(self, function: Callable[..., Any], state: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(profiler: Any, *args: Any, **kwargs: Any) -> Any:
+            self.profilers[profiler] = state
+            return function(profiler, *args, **kwargs)
+
+        return call
 
     def _copied(self, function: Callable[..., Any]) -> Callable[..., Any]:
         clock = self.clock
@@ -745,6 +768,7 @@ class ModuleHooks:
         self.called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.low_precision = False
         self._inside = False
+        self._steps, self._steps_without, self._is_without = 0, 0, False  # those with a forward without gradients
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self._outputs: dict[tuple[int, Any], Any] = {}
 
@@ -756,6 +780,12 @@ class ModuleHooks:
     def forget(self) -> None:
         """Lets the outputs of evaluations go."""
         self._outputs.clear()
+
+    def end_step(self) -> None:
+        """Counts the steps in which a module ran without gradients."""
+        self._steps += 1
+        self._steps_without += self._is_without
+        self._is_without = False
 
     def forget_trained(self) -> None:
         """Asks again which modules are trained."""
@@ -789,11 +819,13 @@ class ModuleHooks:
         trained = self._is_trained(module)
         if trained and not torch.is_grad_enabled() and not module.training:
             return self._evaluate(function, module, args, kwargs)
-        clock = self.clock
-        if trained is not False and torch.is_grad_enabled():
+        clock, with_gradients = self.clock, torch.is_grad_enabled()
+        if trained is not False and with_gradients:
             self.on_training()
             clock.inputs += sum(one.numel() for given in (*args, *kwargs.values()) for one in _tensors(given))
-        clock.enter("forward")
+        self._is_without = self._is_without or not with_gradients
+        seldom = not with_gradients and self._steps_without < SELDOM * self._steps
+        clock.enter("no_grad" if seldom else "forward")
         self.called.add(module)
         self.anomaly = self.anomaly or torch.is_anomaly_enabled()
         self.low_precision = self.low_precision or any(map(torch.is_autocast_enabled, AUTOCAST))
@@ -805,7 +837,7 @@ class ModuleHooks:
             return function(module, *args, **kwargs)
         finally:
             clock.leave()
-            clock.background = "loss"
+            clock.background = "no_grad" if seldom else "loss"
 
     def _evaluate(self, function: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         clock = self.clock

@@ -20,6 +20,7 @@ Part = Literal[
     "saving",
     "logging",
     "evaluation",
+    "no_grad",
     "gc",
 ]
 
@@ -35,6 +36,7 @@ PARTS: dict[Part, str] = {
     "saving": "saving",
     "logging": "logging",
     "evaluation": "evaluation",
+    "no_grad": "forwards without gradients, seldom",
     "gc": "garbage collection",
 }
 """The parts of a step and their words. `loop` is what no hook knows outside forward and loss."""
@@ -220,6 +222,8 @@ class Facts(Record):
     """Modules whose gradients nobody uses."""
     anomaly: bool = False
     """Whether the anomaly detection of autograd is on."""
+    profiled: float = 0.0
+    """Share of the steps in which torch.profiler recorded."""
     syncs: tuple[SyncLine, ...] = ()
     repeated: tuple[Repeated, ...] = ()
     """Loops of Python over small operations, by part."""

@@ -243,7 +243,7 @@ class Session:
         self._tell("looking at the steps as they are")
         self.clock.forget()
         self.hooks.loaders.restart()
-        self.hooks.collectives.calls = self.hooks.recomputed = 0
+        self.hooks.collectives.calls = self.hooks.recomputed = self.hooks.profiled = 0
         self.hooks.again_s = 0.0
         self.hooks.modules.anomaly = False
         sampler, began, compiled = LineSampler(self.clock, self._meter.read_bytes), time.monotonic(), compile_seconds()
@@ -333,6 +333,7 @@ class Session:
             padding=statistics.median(loaders.padding) if loaders.padding else 0.0,
             needless=tuple(hooks.needless()),
             anomaly=hooks.modules.anomaly,
+            profiled=min(1.0, hooks.profiled / steps),
             syncs=tuple(syncs),
             compile_s=compile_s,
             recompiled=recompile_reasons() if compile_s else (),
@@ -354,7 +355,7 @@ class Session:
         """Traces a few steps: the kinds of operations, and for Perfetto a file without shapes and values."""
         keep, steps = self.request.trace, TRACED_STEPS
         long = keep is None and steps * seen.mean_s > TRACE_SHARE * self.request.budget_s
-        of_script = self.peers.agree(torch._C._autograd._profiler_enabled())
+        of_script = self.peers.agree(torch._C._autograd._profiler_enabled() or bool(self.hooks.profilers))
         if seen.facts.rates is None or long or of_script:
             return
         self._tell(f"tracing {steps} steps")
@@ -547,7 +548,7 @@ def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler)
 
 def seen_once(seen: Observation) -> dict[Part, float]:
     """What came in one step alone and took long, with its seconds there: how often it comes is not known."""
-    names: tuple[Part, ...] = ("saving", "evaluation", "logging")
+    names: tuple[Part, ...] = ("saving", "evaluation", "no_grad", "logging")
     return {
         one.part: one.seconds * seen.steps
         for one in seen.parts

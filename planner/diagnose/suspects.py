@@ -58,6 +58,7 @@ TRIED: Mapping[str, str] = {
     "padding": "no padding",
     "needless_gradients": "no needless gradients",
     "anomaly": "no anomaly detection",
+    "profiler": "no profiler",
     "float64": "fp32",
     "unused_rows": "no unused rows in the optimizer",
     "checkpointing": "no activation checkpointing",
@@ -127,8 +128,8 @@ def _of_loader(seen: Observation) -> list[Suspect]:
 
 def _cycle(seen: Observation, part: Part) -> int:
     """Steps after which a part comes again."""
-    own = next(one for one in seen.parts if one.part == part)
-    return 1 if own.events >= EACH_STEP * seen.steps else own.every
+    own = seen.part(part)
+    return 1 if own is None or own.events >= EACH_STEP * seen.steps else own.every
 
 
 def made_ahead(loader: LoaderFacts) -> int:
@@ -194,6 +195,13 @@ def _of_process(seen: Observation) -> list[Suspect]:
         found.append(Suspect(switch="needless_gradients", part="backward", worth=seen.share("backward") / 2, settle=2))
     if facts.anomaly:
         found.append(Suspect(switch="anomaly", part="backward", worth=work / 2))
+    if facts.profiled:
+        worth = facts.profiled * (work + seen.share("loop")) / 2
+        found.append(
+            Suspect(
+                switch="profiler", part="loop", worth=worth, cycle=_cycle(seen, "loop"), settle=settle, settle_back=settle
+            )
+        )
     for switch, times in (("tf32", facts.tf32_gain), ("bf16", facts.bf16_gain)):
         if times is not None and times >= LEAST_BF16:
             products = seen.share("forward") + seen.share("backward")

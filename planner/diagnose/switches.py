@@ -184,6 +184,27 @@ def _anomaly(hooks: Hooks, setting: int) -> Undo:
     return undo
 
 
+def _profiler(hooks: Hooks, setting: int) -> Undo:
+    """torch.profiler records nothing, and its steps do nothing."""
+    before = dict(hooks.profilers)
+    for profiler, state in before.items():
+        if state == "prepared":
+            profiler.start_trace()
+        if state != "off":
+            profiler.stop_trace()
+        profiler.step = lambda: None
+
+    def undo() -> None:
+        for profiler, state in before.items():
+            del profiler.step
+            if state != "off":
+                profiler.prepare_trace()
+            if state == "recording":
+                profiler.start_trace()
+
+    return undo
+
+
 def _communication(hooks: Hooks, setting: int) -> Undo:
     """No exchange: each rank goes on with its own gradients, as in `no_sync()`, and with its own tensors."""
     wrapped = wrapped_models(list(hooks.modules.called))
@@ -269,6 +290,7 @@ SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
     "needless_gradients": _needless,
     "compile": _compile,
     "anomaly": _anomaly,
+    "profiler": _profiler,
     "float64": _single,
     "unused_rows": lambda hooks, _: _set(hooks, "left_out", [table for table, _ in hooks.unused_rows().values()]),
     "checkpointing": lambda hooks, _: _set(hooks, "keeps_activations", True),
@@ -295,6 +317,7 @@ STILL_AWAY: dict[str, Callable[[Hooks, int], bool]] = {
     "together": lambda hooks, _: _has_tf32() and (_every_group(hooks, "fused") or _every_group(hooks, "foreach")),
     "needless_gradients": lambda hooks, _: hooks.clock.acted > 0 and not hooks.needless(),
     "anomaly": lambda hooks, _: not hooks.modules.anomaly,
+    "profiler": lambda hooks, _: not torch.autograd._profiler_enabled(),
     "float64": lambda hooks, _: hooks.modules.single and not _has_double(hooks.anchor),
     "unused_rows": lambda hooks, _: bool(hooks.left_out),
     "compile": _is_compiled,

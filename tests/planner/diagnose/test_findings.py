@@ -121,6 +121,9 @@ def test_an_evaluation_that_takes_little_of_the_time_is_wanted() -> None:
     assert find_causes(Answer(observation=seen_with(0.07))) == []
     (first,) = find_causes(Answer(observation=seen_with(0.12)))
     assert (first.cause, first.measured) == ("evaluation", False)
+    parts = tuple(one.model_copy(update={"part": "no_grad"}) for one in seen_with(0.12).parts)
+    (first,) = find_causes(Answer(observation=observation().model_copy(update={"parts": parts})))
+    assert (first.cause, first.measured) == ("no_grad", False)
     little = Answer(observation=seen_with(0.07), trials=(trial("evaluation", 0.0945),))
     assert find_causes(little) == []
     assert any("tried: no evaluation: 1.07 times" in note for note in notes_of(little, seen_with(0.07), ()))

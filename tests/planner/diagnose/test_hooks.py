@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 from torch.utils.data._utils import fetch
 
 from autoplan.planner.diagnose.clock import Clock
-from autoplan.planner.diagnose.hooks import Hooks, LoaderHooks, cropped, in_single, padding_share
+from autoplan.planner.diagnose.hooks import OF_PROFILER, Hooks, LoaderHooks, cropped, in_single, padding_share
 from autoplan.planner.diagnose.records import Suspect
 from autoplan.planner.diagnose.sandbox import Sandbox
 from autoplan.planner.diagnose.session import recompile_reasons
@@ -81,6 +81,63 @@ def test_autocast_of_a_gpu_is_seen_before_it_is_known_where_the_training_runs(tm
     finally:
         torch.set_autocast_enabled("cuda", False)
     assert hooks.modules.low_precision
+
+
+@pytest.mark.parametrize(("every", "part"), [(1, "forward"), (4, "no_grad")])
+def test_forwards_without_gradients_are_a_part_of_their_own_where_they_are_seldom(
+    tmp_path: Path, every: int, part: str
+) -> None:
+    hooks, model = hooks_in(tmp_path), nn.Linear(4, 4)
+
+    def forward() -> None:
+        hooks.modules._outermost(nn.Module.__call__, model, (torch.ones(1, 4),), {})
+
+    steps = []
+    for step in range(8):
+        hooks.clock.open()
+        forward()
+        if step % every == every - 1:
+            with torch.no_grad():
+                forward()
+            assert hooks.clock.background == ("loss" if part == "forward" else part)
+        hooks.modules.end_step()
+        steps.append(hooks.clock.close())
+    own = [step.parts.get("no_grad", 0.0) > 0 for step in steps]
+    assert own == [part == "no_grad" and step % every == every - 1 for step in range(8)]
+    assert all(step.parts["forward"] > 0 for step in steps)
+
+
+@pytest.mark.parametrize("by_schedule", [False, True])
+def test_a_profiler_that_is_left_on_is_off_meanwhile_and_records_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_schedule: bool
+) -> None:
+    hooks, traces = hooks_in(tmp_path), []
+    for name, state in OF_PROFILER.items():
+        wrapped = hooks._profiles(getattr(torch.profiler.profile, name), state)
+        monkeypatch.setattr(torch.profiler.profile, name, wrapped)
+    course = torch.profiler.schedule(wait=0, warmup=1, active=2) if by_schedule else None
+    suspect = Suspect(switch="profiler", part="loop", worth=0.5)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, schedule=course, on_trace_ready=traces.append) as profiler:
+
+        def steps(count: int) -> list[bool]:
+            recorded = []
+            for _ in range(count):
+                torch.ones(3).sum()
+                recorded.append(torch.autograd._profiler_enabled())
+                profiler.step()
+            return recorded
+
+        for before in range(4):  # prepared, recording, and in between
+            assert any(steps(3 + before)), before
+            made = len(traces)
+            undo = remove(hooks, suspect)
+            assert steps(7) == [False] * 7 and has_acted(hooks, suspect) and len(traces) == made
+            undo()
+            recorded = steps(6)
+            assert recorded == [True] * 6 or by_schedule and sum(recorded) == 4, recorded
+        assert not by_schedule or len(traces) > made
+    assert not torch.autograd._profiler_enabled()
 
 
 def test_a_loader_that_is_made_for_each_epoch_is_one_loader(loaders: LoaderHooks) -> None:
