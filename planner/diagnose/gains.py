@@ -13,7 +13,11 @@ PAIRS, LEAST_PAIRS = 6, 3
 """Pairs of blocks of a cause: with six, Student's t is 2.6 times the standard error; with two it is 4.3 and more."""
 
 MORE_PAIRS = 18
-"""With what is left of the budget, for a cause that six pairs left open: half the width, if the pairs scatter alike."""
+"""With what is left of the budget, for a cause that six pairs left open, or whose gain they tell roughly: half the
+width, if the pairs scatter alike."""
+
+ROUGH = 1.2
+"""The end of a gain's interval over its beginning, from which on it is measured on while there is time."""
 
 SLOWER = 1.25
 """Steps that are so many times slower without a cause in two pairs, or twice as many in one, end its trial."""
@@ -40,6 +44,12 @@ def is_open(trial: SwitchTrial, chosen_from: int) -> bool:
     """Whether it looks like a gain that more pairs would prove."""
     gain = gain_of(trial, chosen_from)
     return gain is not None and gain.low <= 1 and gain.median >= 1 + LEAST_SHARE and len(trial.pairs) < MORE_PAIRS
+
+
+def is_rough(trial: SwitchTrial, chosen_from: int) -> bool:
+    """Whether it is a gain that more pairs would tell more exactly."""
+    gain = gain_of(trial, chosen_from)
+    return gain is not None and is_gain(gain) and gain.high > ROUGH * gain.low and len(trial.pairs) < MORE_PAIRS
 
 
 def is_slower(trial: SwitchTrial) -> bool:

@@ -25,7 +25,7 @@ import torch
 
 from autoplan.planner.diagnose import roofline
 from autoplan.planner.diagnose.clock import Clock, LineCounter, LineSampler, Step
-from autoplan.planner.diagnose.gains import LEAST_PAIRS, MORE_PAIRS, PAIRS, is_open, is_slower
+from autoplan.planner.diagnose.gains import LEAST_PAIRS, MORE_PAIRS, PAIRS, is_open, is_rough, is_slower
 from autoplan.planner.diagnose.hooks import Hooks, sync_lines, worst_line
 from autoplan.planner.diagnose.memory import MemoryMeter, cut_graphs, find_kept, growth_bytes, sizes_of_names
 from autoplan.planner.diagnose.ranks import Peers, critical, rank_block
@@ -226,6 +226,12 @@ class Session:
         for suspect in wanted:
             if suspect.switch == "compile":
                 yield from self._try(suspect, seen, self.peers.agree(self.left_s))
+        for most in (2 * PAIRS, MORE_PAIRS):
+            tried = [one for one in self.answer.trials if one.suspect.switch != "graphs"]
+            rough = self.peers.agree([one.suspect.key for one in tried if is_rough(one, len(tried))])
+            told = [one.suspect for one in tried if one.suspect.key in rough]
+            for place, suspect in enumerate(told):
+                yield from self._try(suspect, seen, self.peers.agree(self.left_s) / (len(told) - place), most)
 
     def _of_all_ranks(self, seen: Observation) -> Observation:
         """What the rank showed that the others wait for; its causes are those that are removed, in all ranks."""

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from autoplan.planner.diagnose.clock import stack_of
 from autoplan.planner.diagnose.findings import find_causes, notes_of
-from autoplan.planner.diagnose.gains import gain_of, is_gain, is_open
+from autoplan.planner.diagnose.gains import gain_of, is_gain, is_open, is_rough
 from autoplan.planner.diagnose.records import (
     Answer,
     Exchange,
@@ -137,6 +137,10 @@ def test_a_gain_that_scatters_is_open_and_more_pairs_decide_it() -> None:
     more = one.model_copy(update={"pairs": 3 * pairs})
     assert is_gain(gain_of(more, 8)) and not is_open(more, 8)
     assert not is_open(trial("saving", 0.1), 8)  # no gain: nothing to prove
+    assert not is_rough(one, 8) and not is_rough(trial("saving", 0.05), 8)  # no gain, and one that is told exactly
+    wide = one.model_copy(update={"pairs": tuple((0.06, 0.8 * without_s) for _, without_s in pairs)})
+    assert is_gain(gain_of(wide, 1)) and is_rough(wide, 1)
+    assert not is_rough(wide.model_copy(update={"pairs": 3 * wide.pairs}), 1)  # no more pairs are made
     few, same = (gain_of(one.model_copy(update={"pairs": n * pairs}), 1) for n in (1, 2))
     assert few is not None and same is not None and same.high / same.low < few.high / few.low
 
