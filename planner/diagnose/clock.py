@@ -101,6 +101,16 @@ class Clock:
         if self._stack:
             self._stack.pop()
 
+    @property
+    def depth(self) -> int:
+        """How many regions this moment is in."""
+        return len(self._stack)
+
+    def leave_all(self, depth: int) -> None:
+        """Ends the innermost regions, to so many: those of a call that failed."""
+        self._add(time.perf_counter())
+        del self._stack[depth:]
+
     def evaluation_mark(self) -> None:
         """Notes a moment of an evaluation; from the first to the last one of a step all is evaluation."""
         now = time.perf_counter()

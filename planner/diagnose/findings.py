@@ -476,7 +476,11 @@ def _waits_at_most(answer: Answer, seen: Observation) -> float | None:
     if seen.facts.device == "cpu":
         return 1.0
     busy_s = None if seen.facts.exchange is not None else _busy_s(seen)
-    return None if busy_s is None else max(0.0, 1 - busy_s / _shortest_step_s(answer, seen))
+    loader = seen.facts.loader
+    waits: tuple[Part, ...] = ("saving", "logging", "evaluation", "no_grad", "gc")
+    waits += ("data",) if loader is not None and loader.workers else ()  # whose workers give no batch sooner
+    others_s = sum(one.seconds for one in seen.parts if one.part in waits)
+    return None if busy_s is None else max(0.0, 1 - (busy_s + others_s) / _shortest_step_s(answer, seen))
 
 
 def _or_all(most: float | None) -> float:

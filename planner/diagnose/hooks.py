@@ -59,8 +59,8 @@ OF_PROFILER = {"prepare_trace": "prepared", "start_trace": "recording", "stop_tr
 """Methods of torch's profiler, and what it is after them."""
 
 SELDOM = 0.5
-"""Forwards without gradients in a smaller share of the steps (samples, previews, rollouts) are a part of their own; in
-more of them (a teacher, say) they are a part of the forward."""
+"""Forwards without gradients in a smaller share of the steps are a part of their own (samples, previews, rollouts), or
+an evaluation; in more of them (a teacher, a policy that acts) they are a part of the forward."""
 
 SYNCS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
 """Calls that read a tensor on the host."""
@@ -112,7 +112,7 @@ class Hooks:
         self.anchor: torch.optim.Optimizer | None = None
         self.loaders = LoaderHooks(clock)
         self.collectives = CollectiveHooks(clock)
-        self.modules = ModuleHooks(clock, self.is_trained, self.loaders.note_training)
+        self.modules = ModuleHooks(clock, self.is_trained, self.loaders)
         self.kept: tuple[str, ...] = ()
         self.cut: dict[str, int] | None = None
         self.recomputed, self.keeps_activations = 0, False
@@ -125,7 +125,7 @@ class Hooks:
         self._inside_backward, self._keeps_graph, self._walks = False, False, 0
         self._retained: set[Any] = set()  # nodes of a graph that the script keeps, until its next step
         self._shared: dict[str | None, float] = {}  # by the line of the later backward
-        self._trained: set[int] | None = None
+        self._trained: set[int] | None = None  # parameters of all optimizers, from the first step on
         self._missed = 0
         self._depth = 0
         self._collecting = 0.0
@@ -136,6 +136,8 @@ class Hooks:
         clock = self.clock
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
+        torch.optim.Optimizer.add_param_group = self._added(torch.optim.Optimizer.add_param_group)  # type: ignore[method-assign]
+        torch.optim.Optimizer.profile_hook_step = staticmethod(self._stepped(torch.optim.Optimizer.profile_hook_step))  # type: ignore[method-assign]
         torch.optim.Optimizer.zero_grad = clock.region(self._zeroed(torch.optim.Optimizer.zero_grad), "optimizer")  # type: ignore[method-assign]
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             setattr(torch.nn.utils, name, clock.region(getattr(torch.nn.utils, name), "optimizer", skip=False))
@@ -185,6 +187,46 @@ class Hooks:
             return None
         return any(id(parameter) in self._trained for parameter in module.parameters())
 
+    def _added(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """An optimizer is known from its first group on, also while it makes no step."""
+
+        @functools.wraps(function)
+        def add_param_group(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            found = function(optimizer, *args, **kwargs)
+            self.optimizers.add(optimizer)
+            self._look_at_optimizers()
+            return found
+
+        return add_param_group
+
+    def _look_at_optimizers(self) -> None:
+        if self._trained is not None:
+            groups = itertools.chain.from_iterable(one.param_groups for one in self.optimizers)
+            self._trained = {id(parameter) for group in groups for parameter in group["params"]}
+            self.modules.forget_trained()  # of two optimizers, the second trains what the first does not
+
+    def _stepped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What torch makes of an optimizer's step; one that fails ends too, though torch calls no hook after it."""
+
+        def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
+            hooked = function(step)
+
+            @functools.wraps(step)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if torch.compiler.is_compiling() or not self.clock.here:
+                    return hooked(*args, **kwargs)
+                depth, regions = self._depth, self.clock.depth
+                try:
+                    return hooked(*args, **kwargs)
+                except BaseException:
+                    self._depth = depth
+                    self.clock.leave_all(regions)
+                    raise
+
+            return run
+
+        return profile_hook_step
+
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
         self._forget_graph()
@@ -213,11 +255,10 @@ class Hooks:
         self.clock.leave()
         if self._depth:
             return  # of an optimizer inside another one
-        if optimizer not in self.optimizers:
+        if self._trained is None or optimizer not in self.optimizers:
             self.optimizers.add(optimizer)
-            groups = itertools.chain.from_iterable(one.param_groups for one in self.optimizers)
-            self._trained = {id(parameter) for group in groups for parameter in group["params"]}
-            self.modules.forget_trained()  # of two optimizers, the second trains what the first does not
+            self._trained = set()
+            self._look_at_optimizers()
         self._missed += 1
         if self.anchor is None or self._missed > ANCHOR_LOST:
             self.anchor = optimizer
@@ -408,7 +449,7 @@ class Hooks:
         clock = self.clock
 
         def copied(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if not clock.here:
+            if not clock.here or not _goes_elsewhere(function.__name__, tensor, args, kwargs):
                 return function(tensor, *args, **kwargs)
             clock.enter("copy")
             try:
@@ -446,6 +487,7 @@ class LoaderHooks:
         self.starts, self.start_s, self.got, self.remade = 0, 0.0, 0, False
         self.make_s, self.collate_s = 0.0, 0.0
         self.padding: list[float] = []
+        self._evaluated: dict[int, Any] = {}  # datasets of evaluations, by their id
         self._owner: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()
         self._fresh: weakref.WeakSet[Any] = weakref.WeakSet()
         self._given_instead: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -521,6 +563,14 @@ class LoaderHooks:
             self.starts = 0
             self.batches.clear()
 
+    def note_evaluation(self) -> bool:
+        """Notes a forward that may be an evaluation; returns whether its batch is from a loader for that."""
+        last, self._last = self._last, None
+        if last is None or self.is_main(last):
+            return False
+        self._evaluated[id(last.dataset)] = last.dataset
+        return True
+
     @property
     def gives_instead(self) -> bool:
         """Whether the batches of the training come from elsewhere now."""
@@ -547,7 +597,7 @@ class LoaderHooks:
             if not clock.here or loader is None:
                 return function(iterator)
             main = self.is_main(loader)
-            if "evaluation" in clock.skipped and not main:
+            if "evaluation" in clock.skipped and not main and id(loader.dataset) in self._evaluated:
                 return self._once(iterator, function)
             given = self._given_instead.get(iterator, 0)
             if main and (given or self.gives_instead) and iterator._num_yielded + given == length_of(loader):
@@ -590,6 +640,7 @@ class LoaderHooks:
         if iterator not in self._fresh:
             raise StopIteration
         self._fresh.discard(iterator)
+        self._last = self._owner.get(iterator)
         return function(iterator)
 
     def _from_workers(self, loader: Any) -> Any:
@@ -760,15 +811,15 @@ class ModuleHooks:
     """
 
     def __init__(
-        self, clock: Clock, is_trained: Callable[[torch.nn.Module], bool | None], on_training: Callable[[], None]
+        self, clock: Clock, is_trained: Callable[[torch.nn.Module], bool | None], loaders: LoaderHooks
     ) -> None:
-        self.clock, self.is_trained, self.on_training = clock, is_trained, on_training
+        self.clock, self.is_trained, self.loaders = clock, is_trained, loaders
         self.autocast, self.anomaly, self.single = False, False, False
         self.device = "cpu"
         self.called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.low_precision = False
         self._inside = False
-        self._steps, self._steps_without, self._is_without = 0, 0, False  # those with a forward without gradients
+        self._without_gradients, self._evaluations = Seldom(), Seldom()
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self._outputs: dict[tuple[int, Any], Any] = {}
 
@@ -782,10 +833,9 @@ class ModuleHooks:
         self._outputs.clear()
 
     def end_step(self) -> None:
-        """Counts the steps in which a module ran without gradients."""
-        self._steps += 1
-        self._steps_without += self._is_without
-        self._is_without = False
+        """Counts a step."""
+        self._without_gradients.end_step()
+        self._evaluations.end_step()
 
     def forget_trained(self) -> None:
         """Asks again which modules are trained."""
@@ -818,13 +868,16 @@ class ModuleHooks:
             function = in_single(function)
         trained = self._is_trained(module)
         if trained and not torch.is_grad_enabled() and not module.training:
-            return self._evaluate(function, module, args, kwargs)
+            self._evaluations.note()
+            if self.loaders.note_evaluation() or self._evaluations.is_seldom:
+                return self._evaluate(function, module, args, kwargs)
         clock, with_gradients = self.clock, torch.is_grad_enabled()
         if trained is not False and with_gradients:
-            self.on_training()
+            self.loaders.note_training()
             clock.inputs += sum(one.numel() for given in (*args, *kwargs.values()) for one in _tensors(given))
-        self._is_without = self._is_without or not with_gradients
-        seldom = not with_gradients and self._steps_without < SELDOM * self._steps
+        if not with_gradients:
+            self._without_gradients.note()
+        seldom = not with_gradients and self._without_gradients.is_seldom
         clock.enter("no_grad" if seldom else "forward")
         self.called.add(module)
         self.anomaly = self.anomaly or torch.is_anomaly_enabled()
@@ -861,10 +914,48 @@ class ModuleHooks:
     def _mode(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def train(module: torch.nn.Module, mode: bool = True) -> Any:
             if not self._inside and self.clock.here and module.training != mode and self._known.get(module):
-                self.clock.evaluation_mark()
+                self._evaluations.note()
+                if self._evaluations.is_seldom:
+                    self.clock.evaluation_mark()
             return function(module, mode)
 
         return train
+
+
+class Seldom:
+    """Whether something comes in less than SELDOM of the steps."""
+
+    def __init__(self) -> None:
+        self._steps, self._with, self._now = 0, 0, False
+
+    def note(self) -> None:
+        """It is there."""
+        self._now = True
+
+    def end_step(self) -> None:
+        """Counts a step."""
+        self._steps, self._with, self._now = self._steps + 1, self._with + self._now, False
+
+    @property
+    def is_seldom(self) -> bool:
+        """Of the steps so far."""
+        return self._with < SELDOM * self._steps
+
+
+def _goes_elsewhere(name: str, tensor: Any, args: Any, kwargs: Any) -> bool:
+    """Whether `tensor.to(...)` or `tensor.cuda(...)` copies from one kind of device to another; a cast does not."""
+    given = [
+        *args[:1],
+        *(kwargs[key] for key in ("device", "other") if key in kwargs),
+        "cuda" if name == "cuda" else None,
+    ]
+    target = given[0]
+    if isinstance(target, torch.Tensor):
+        target = target.device
+    if target is None or isinstance(target, (torch.dtype, torch.memory_format, bool)):
+        return False
+    kind = "cuda" if isinstance(target, int) else torch.device(target).type
+    return bool(kind != tensor.device.type)
 
 
 def in_single(function: Callable[..., Any]) -> Callable[..., Any]:

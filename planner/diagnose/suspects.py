@@ -104,9 +104,9 @@ def _of_loader(seen: Observation) -> list[Suspect]:
     loader, share = seen.facts.loader, seen.share("data")
     if loader is None or share < LEAST_SHARE:
         return []
-    more = max(2, seen.facts.cores, 2 * loader.workers)
+    more = min(MOST_WORKERS, max(2, seen.facts.cores, 2 * loader.workers))
     found = []
-    if not loader.iterable and more <= MOST_WORKERS:
+    if not loader.iterable and more > loader.workers:
         found += [workers_suspect(seen, more)]
     worth = found[0].worth - 0.001 if found else share  # the mend goes before its bound
     cycle = _cycle(seen, "data")
@@ -199,7 +199,12 @@ def _of_process(seen: Observation) -> list[Suspect]:
         worth = facts.profiled * (work + seen.share("loop")) / 2
         found.append(
             Suspect(
-                switch="profiler", part="loop", worth=worth, cycle=_cycle(seen, "loop"), settle=settle, settle_back=settle
+                switch="profiler",
+                part="loop",
+                worth=worth,
+                cycle=_cycle(seen, "loop"),
+                settle=settle,
+                settle_back=settle,
             )
         )
     for switch, times in (("tf32", facts.tf32_gain), ("bf16", facts.bf16_gain)):

@@ -80,6 +80,10 @@ def test_more_workers_are_measured_before_their_bound_also_where_there_are_as_ma
     assert [one.key for one in find_suspects(observation())] == ["workers=2", "batches"]
     assert [one.key for one in find_suspects(observation(workers=2))] == ["workers=4", "batches"]
     assert [one.key for one in find_suspects(observation(workers=16))] == ["batches"]
+    assert [one.key for one in find_suspects(observation(workers=12))] == ["workers=16", "batches"]
+    seen = observation()
+    seen = seen.model_copy(update={"facts": seen.facts.model_copy(update={"cores": 64, "threads": 64})})
+    assert [one.key for one in find_suspects(seen)] == ["workers=16", "batches"]
 
 
 def test_a_wait_that_comes_with_each_epoch_is_measured_in_whole_epochs() -> None:
@@ -268,6 +272,19 @@ def test_what_the_host_waits_for_costs_a_gpu_no_more_than_the_time_in_which_it_i
     (one,) = reads(0.25)
     assert one.cause == "sync" and one.gain.median == pytest.approx(1 / (1 - 0.25))
     assert [one.cause for one in reads(0.25, "train.py:11")] == ["sync", "loop"]  # the loop's own code is elsewhere
+
+
+def test_a_gpu_that_idles_for_batches_of_workers_gains_nothing_by_fewer_reads() -> None:
+    def causes(workers: int) -> set[str]:
+        seen = on_a_gpu(0.5, data_s=0.06)
+        loader = LoaderFacts(workers=workers, persistent=True, iterable=True, starts=0, start_s=0, epoch_steps=None)
+        syncs = (SyncLine(line="train.py:9", calls=1, seconds=0.03),)
+        changed = {"syncs": syncs, "bf16_gain": None, "tf32_gain": None, "can_fuse": False, "loader": loader}
+        facts = seen.facts.model_copy(update=changed)
+        return {one.cause for one in find_causes(Answer(observation=seen.model_copy(update={"facts": facts})))}
+
+    assert "sync" not in causes(2) and "batches" in causes(2)
+    assert "sync" in causes(0)  # the host makes them, while it could launch
 
 
 def test_without_a_trace_of_the_gpu_the_loops_own_code_is_named_and_its_waits_are_not() -> None:

@@ -17,7 +17,15 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 from torch.utils.data._utils import fetch
 
 from autoplan.planner.diagnose.clock import Clock
-from autoplan.planner.diagnose.hooks import OF_PROFILER, Hooks, LoaderHooks, cropped, in_single, padding_share
+from autoplan.planner.diagnose.hooks import (
+    OF_PROFILER,
+    Hooks,
+    LoaderHooks,
+    _goes_elsewhere,
+    cropped,
+    in_single,
+    padding_share,
+)
 from autoplan.planner.diagnose.records import Suspect
 from autoplan.planner.diagnose.sandbox import Sandbox
 from autoplan.planner.diagnose.session import recompile_reasons
@@ -105,6 +113,111 @@ def test_forwards_without_gradients_are_a_part_of_their_own_where_they_are_seldo
     own = [step.parts.get("no_grad", 0.0) > 0 for step in steps]
     assert own == [part == "no_grad" and step % every == every - 1 for step in range(8)]
     assert all(step.parts["forward"] > 0 for step in steps)
+
+
+@pytest.mark.parametrize(("each_step", "from_a_loader"), [(True, False), (True, True), (False, False)])
+def test_a_policy_that_acts_in_each_step_is_no_evaluation(tmp_path: Path, each_step: bool, from_a_loader: bool) -> None:
+    hooks, model = hooks_in(tmp_path), nn.Linear(4, 4)
+    hooks._trained = {id(one) for one in model.parameters()}
+    call, train = nn.Module.__call__, hooks.modules._mode(nn.Module.train)
+    evaluated = 0
+    for step in range(8):
+        hooks.clock.open()
+        if each_step or step % 4 == 3:
+            train(model, False)
+            with torch.no_grad():
+                if from_a_loader:
+                    hooks.loaders._last = DataLoader(DATA)
+                hooks.modules._outermost(call, model, (torch.ones(1, 4),), {})
+            train(model, True)
+        hooks.modules._outermost(call, model, (torch.ones(1, 4),), {})
+        hooks.modules.end_step()
+        evaluated += hooks.clock.close().parts.get("evaluation", 0.0) > 0
+    assert evaluated == (8 if from_a_loader else 0 if each_step else 2)
+
+
+def test_a_second_loader_of_the_training_is_whole_where_evaluations_are_left_out(loaders: LoaderHooks) -> None:
+    first, second = DataLoader(DATA, batch_size=2), DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2)
+    held_out = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2)
+
+    def trained() -> int:
+        count = 0
+        for _ in zip(first, second, strict=True):
+            loaders.note_training()
+            count += 1
+        return count
+
+    def evaluated() -> int:
+        return sum(loaders.note_evaluation() for _ in held_out)
+
+    assert (trained(), evaluated()) == (3, 4)
+    loaders.clock.skipped.add("evaluation")
+    assert (trained(), evaluated()) == (3, 1)
+
+
+def test_a_step_that_fails_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    hooks = Hooks(Clock(), Sandbox(tmp_path), lambda: ended.append(1))
+    wrapped = hooks._stepped(torch.optim.Optimizer.profile_hook_step)
+    monkeypatch.setattr(torch.optim.Optimizer, "profile_hook_step", staticmethod(wrapped))
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            if closure is not None:
+                closure()
+            super().step()
+
+    def fails() -> None:
+        raise RuntimeError("out of memory")
+
+    optimizer = Own([nn.Parameter(torch.ones(2))], lr=0.1)
+    places = (optimizer.register_step_pre_hook(hooks._before_optimizer),)
+    places += (optimizer.register_step_post_hook(hooks._after_optimizer),)
+    hooks.clock.open()
+    for closure in (None, fails, None, fails, None):
+        try:
+            optimizer.step(closure)
+        except RuntimeError:
+            assert closure is fails and hooks.clock.depth == 0 and hooks.clock.current == "loop"
+    for place in places:
+        place.remove()
+    assert len(ended) == 3
+
+
+def test_what_an_optimizer_has_that_has_not_stepped_yet_is_not_needless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks, model = hooks_in(tmp_path), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    monkeypatch.setattr(torch.optim.Optimizer, "add_param_group", hooks._added(torch.optim.Optimizer.add_param_group))
+    head, seldom = (torch.optim.SGD(model[place].parameters(), lr=0.1) for place in (0, 1))
+    assert hooks.is_trained(model[1]) is None
+    hooks.clock.open()
+    hooks._before_optimizer(head, (), {})
+    hooks._after_optimizer(head, (), {})
+    model(torch.ones(1, 2)).sum().backward()
+    hooks.modules.called.add(model)
+    assert list(hooks.needless()) == ["Sequential.2"] and hooks.is_trained(model[1])
+    seldom.add_param_group({"params": list(model[2].parameters())})
+    assert not hooks.needless()
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "copies"),
+    [
+        ("to", (torch.float16,), {}, False),
+        ("to", ("cpu",), {}, False),
+        ("to", ("cuda:1", torch.float16), {}, True),
+        ("to", (0,), {}, True),
+        ("to", (torch.ones(1, dtype=torch.float64),), {}, False),
+        ("to", (), {"dtype": torch.float16}, False),
+        ("to", (), {"memory_format": torch.channels_last}, False),
+        ("to", (), {"device": torch.device("cuda")}, True),
+        ("cuda", (), {}, True),
+        ("cuda", (), {"non_blocking": True}, True),
+    ],
+)
+def test_a_cast_is_no_copy_to_the_device(name: str, args: Any, kwargs: Any, copies: bool) -> None:
+    assert _goes_elsewhere(name, torch.ones(1), args, kwargs) is copies
 
 
 @pytest.mark.parametrize("by_schedule", [False, True])
