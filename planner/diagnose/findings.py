@@ -8,7 +8,7 @@ estimated from its own time, as if all of that could go, and says so.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from autoplan.planner.diagnose.gains import LEAST_PAIRS, gain_of, is_gain, is_slower
 from autoplan.planner.diagnose.rank_findings import exchange_words, with_ranks
@@ -233,6 +233,8 @@ def _evidence(trial: SwitchTrial, seen: Observation, bound: Interval | None) -> 
         return f"parameters of {' and '.join(facts.needless)} get gradients, and no optimizer has them"
     if switch == "anomaly":
         return "each operation keeps its stack, and each gradient is looked at"
+    if switch == "two_backwards":
+        return _again_words(seen)
     if switch == "profiler":
         return f"it recorded in {facts.profiled:.0%} of the steps"
     if switch == "recompilation":
@@ -318,6 +320,8 @@ def _mend_of_samples(loader: LoaderFacts | None, workers_were_tried: bool) -> st
 def _line(trial: SwitchTrial, seen: Observation) -> str | None:
     if trial.suspect.switch == "recompilation":
         return _recompiled_line(seen)
+    if trial.suspect.switch == "two_backwards":
+        return seen.facts.backward_line
     with_lines = ("batches", "workers", "saving", "logging", "evaluation", "gc", "freeze", "communication")
     if trial.suspect.switch not in with_lines:
         return None
@@ -370,7 +374,7 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
         share = min(0.99, facts.compile_s / seen.mean_s)
         line = _recompiled_line(seen)
         yield _estimate("recompilation", WHAT["recompilation"], _compile_words(seen), mend, share, line)
-    yield from _of_graph(seen)
+    yield from _of_graph(seen, {trial.suspect.switch for trial in tested})
     loops = [one for one in facts.repeated if one.share >= LEAST_LOOP]
     yield from (_small_operations(one, seen) for one in loops)
     if not loops:
@@ -395,7 +399,7 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
         )
 
 
-def _of_graph(seen: Observation) -> Iterator[Finding]:
+def _of_graph(seen: Observation, tested: Collection[str]) -> Iterator[Finding]:
     """Attention in single operations, where torch's own takes less here; a backward over a graph once more."""
     facts, own = seen.facts, seen.facts.attention
     share = 0.0 if own is None else (own.seconds - own.fused_s) / seen.mean_s
@@ -406,9 +410,14 @@ def _of_graph(seen: Observation) -> Iterator[Finding]:
         )
         yield _estimate("attention", WHAT["attention"], said, MEND["attention"], share, own.line)
     share = facts.backward_again_s / seen.mean_s
-    if share >= LEAST_ESTIMATE:
-        said = f"{format_seconds(facts.backward_again_s)} a step, {share:.0%} of the time"
+    if share >= LEAST_ESTIMATE and "two_backwards" not in tested:
+        said = _again_words(seen)
         yield _estimate("two_backwards", WHAT["two_backwards"], said, MEND["two_backwards"], share, facts.backward_line)
+
+
+def _again_words(seen: Observation) -> str:
+    again_s = seen.facts.backward_again_s
+    return f"{format_seconds(again_s)} a step, {again_s / seen.mean_s:.0%} of the time"
 
 
 def _untried(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iterator[Finding]:

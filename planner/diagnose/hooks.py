@@ -103,7 +103,8 @@ class Hooks:
         left_out: Parameters that the optimizer passes over.
         collections: Of Python's garbage collector, since they were removed.
         compiled: Modules that were compiled, with what runs in place of their call.
-        again_s: Seconds of backwards over a graph that a backward of the same step went over before.
+        again_s: Seconds of backwards over a graph that a backward of the same step went over before; with
+            `leaves_out_again` these do nothing.
     """
 
     def __init__(self, clock: Clock, sandbox: Sandbox, on_step: Callable[[], None]) -> None:
@@ -121,7 +122,7 @@ class Hooks:
         self.left_out: list[torch.nn.Parameter] = []
         self.collections = 0
         self.compiled: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-        self.again_s = 0.0
+        self.again_s, self.leaves_out_again = 0.0, False
         self._inside_backward, self._keeps_graph, self._walks = False, False, 0
         self._retained: set[Any] = set()  # nodes of a graph that the script keeps, until its next step
         self._shared: dict[str | None, float] = {}  # by the line of the later backward
@@ -264,7 +265,7 @@ class Hooks:
             self.anchor = optimizer
         if optimizer is self.anchor:
             self._missed = 0
-            self.profiled += torch.autograd._profiler_enabled()
+            self.profiled += torch._C._autograd._profiler_enabled()
             self.modules.end_step()
             self.on_step()
 
@@ -318,6 +319,8 @@ class Hooks:
             """The backward; one inside of another (of reentrant checkpointing) is a part of that."""
             if self._inside_backward or not self.clock.here:
                 return function(*args, **kwargs)
+            if self._is_again(*args, **kwargs):
+                return None
             self._inside_backward = True
             began = time.perf_counter()
             try:
@@ -337,6 +340,17 @@ class Hooks:
                     self.clock.background = "loop"
 
         return backward
+
+    def _is_again(
+        self, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, *_: Any, **__: Any
+    ) -> bool:
+        """Whether a backward is left out: one over a graph that was gone over before."""
+        shared = self._shared.get(users_line(sys._getframe(2)), 0.0)
+        if not (self.leaves_out_again and self._keeps_graph and shared >= LEAST_SHARED):
+            return False
+        self.clock.acted += 1
+        self._keeps_graph = bool(retain_graph)
+        return True
 
     def _note_retained(
         self,

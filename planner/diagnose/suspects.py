@@ -59,6 +59,7 @@ TRIED: Mapping[str, str] = {
     "needless_gradients": "no needless gradients",
     "anomaly": "no anomaly detection",
     "profiler": "no profiler",
+    "two_backwards": "one backward over each graph",
     "float64": "fp32",
     "unused_rows": "no unused rows in the optimizer",
     "checkpointing": "no activation checkpointing",
@@ -195,6 +196,9 @@ def _of_process(seen: Observation) -> list[Suspect]:
         found.append(Suspect(switch="needless_gradients", part="backward", worth=seen.share("backward") / 2, settle=2))
     if facts.anomaly:
         found.append(Suspect(switch="anomaly", part="backward", worth=work / 2))
+    again = facts.backward_again_s / seen.mean_s
+    if again >= LEAST_SHARE and facts.exchange is None:
+        found.append(Suspect(switch="two_backwards", part="backward", worth=again, settle=settle, settle_back=settle))
     if facts.profiled:
         worth = facts.profiled * (work + seen.share("loop")) / 2
         found.append(

@@ -30,6 +30,7 @@ from tests.planner.diagnose.test_diagnose import SCRIPTS, diagnose
         ("teacher.py", "needless_gradients", 1.1),
         ("backbone.py", "needless_gradients", 1.2),
         ("anomaly.py", "anomaly", 1.2),
+        ("again.py", "two_backwards", 1.2),
         ("gc_heap.py", "freeze", 1.5),
         ("epochs.py", "persistent", 1.5),
     ],
@@ -47,7 +48,6 @@ def test_a_cause_that_can_be_removed_is_named_first_and_measured(script: str, ca
     [
         ("items.py", "sync", "items.py:16", 15.0),
         ("by_hand.py", "attention", "by_hand.py:22", 25.0),
-        ("again.py", "two_backwards", "again.py:13", 25.0),
         pytest.param("loop_code.py", "loop", "loop_code.py:15", 25.0, marks=pytest.mark.timing),
     ],
 )

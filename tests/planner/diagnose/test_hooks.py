@@ -391,6 +391,34 @@ def test_a_backward_over_the_same_graph_once_more_is_seen(tmp_path: Path) -> Non
     assert again(keeps, lambda out: own([edges(out)], [torch.ones(4, 8)]))
 
 
+def test_a_backward_over_the_same_graph_is_left_out_and_made_again(tmp_path: Path) -> None:
+    hooks, body = hooks_in(tmp_path), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    own = hooks._backward(torch.autograd.backward)
+
+    def step() -> list[float]:
+        hooks._forget_graph()
+        hooks.clock.open()
+        out = body(torch.ones(4, 8))
+        sums = []
+        for number, keeps in enumerate((True, True, False)):
+            body.zero_grad()
+            if number < 2:
+                own((number + 1) * out.sum(), retain_graph=keeps)
+            else:
+                own(out.sum())
+            sums.append(0.0 if body[0].bias.grad is None else float(body[0].bias.grad.abs().sum()))
+        own(body(torch.ones(4, 8)).sum())  # a graph of its own
+        return sums
+
+    suspect = Suspect(switch="two_backwards", part="backward", worth=0.5)
+    as_is = step()
+    assert as_is[0] > 0 and as_is[1] == pytest.approx(2 * as_is[0]) and as_is[2] == pytest.approx(as_is[0])
+    undo = remove(hooks, suspect)
+    assert step() == [as_is[0], 0.0, 0.0] and has_acted(hooks, suspect) and body[0].bias.grad is not None
+    undo()
+    assert step() == pytest.approx(as_is)
+
+
 def test_modules_are_compiled_while_that_is_tried_and_not_afterwards(tmp_path: Path) -> None:
     hooks, model = hooks_in(tmp_path), nn.Linear(4, 4)
     hooks.modules.called.add(model)
