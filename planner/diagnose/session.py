@@ -93,6 +93,9 @@ STALLED = 4
 COMPILES_S = 30.0
 """Seconds for compiling a model as it is tried. Four small blocks took over 20 on two cores."""
 
+COMPARES_S = 10.0
+"""Seconds for the pairs of blocks after that; a look that finds nothing leaves both of them."""
+
 COMPILE_SHARE = 0.05
 """From this share of the time on compiling in the steps is looked at again with dynamic shapes, in another process."""
 
@@ -257,22 +260,33 @@ class Session:
         throttled = read_throttling(cpu_stat_path())[1]
         sampler.start()
         steps: list[Step] = []
+        traced = 0
 
         def see() -> Observation:
-            facts = self._facts(len(steps), (compile_seconds() - compiled) / len(steps), rates)
+            count = len(steps) + traced
+            facts = self._facts(count, (compile_seconds() - compiled) / count, rates)
             stopped = (read_throttling(cpu_stat_path())[1] - throttled) / (time.monotonic() - began)
             seen = observe(steps, facts.model_copy(update={"throttled": stopped}), self.clock, sampler)
             kept = find_kept(sizes, len(steps))
             seen = seen.model_copy(update={"memory": memory_facts(memory, sampler, kept)})
+            if (before := self.answer.observation) is not None and before.operations:
+                own = seen.facts.model_copy(update={"attention": before.facts.attention})
+                seen = seen.model_copy(update={"operations": before.operations, "facts": own})
             self.keep(observation=seen)
             return seen
 
         seldom: dict[Part, float] = {}
         try:
             for share in (LOOK_SHARE, LONG_LOOK_SHARE):
-                if share == LONG_LOOK_SHARE:
-                    self._tell("looking on, for what comes seldom")
                 most_s = share * self.request.budget_s
+                if share == LONG_LOOK_SHARE:
+                    before = self._steps
+                    yield from self._trace(seen)
+                    traced = self._steps - before
+                    if any(one.switch == "compile" for one in find_suspects(self.answer.observation or seen)):
+                        left_s = self.left_s - COMPILES_S - COMPARES_S
+                        most_s = min(most_s, time.monotonic() - began + left_s)
+                    self._tell("looking on, for what comes seldom")
                 least_s = max(most_s / 4, min(LEAST_LOOK_S, most_s)) if share == LOOK_SHARE else most_s
                 while len(steps) < MOST_LOOK_STEPS:
                     steps.append((yield))
@@ -365,7 +379,7 @@ class Session:
         if seen.facts.rates is None or long or of_script:
             return
         self._tell(f"tracing {steps} steps")
-        activities = [torch.profiler.ProfilerActivity.CPU]
+        profiled, activities = self.hooks.profiled, [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         took: list[Step] = []
@@ -374,6 +388,7 @@ class Session:
             while len(took) < steps:
                 took.append((yield))
             synchronize()
+        self.hooks.profiled = profiled
         if self.peers.rank:
             return
         path = Path(self.request.sandbox) / "operations.json"
