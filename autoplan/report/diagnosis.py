@@ -81,7 +81,8 @@ def gain_words(finding: Finding) -> str:
         return "memory; what it does to the time was not measured"
     if not finding.measured:
         return f"up to {gain.median:.2f} times as fast, estimated from its own time"
-    return f"{gain.median:.2f} times as fast ({gain.low:.2f} to {gain.high:.2f}), measured"
+    times = f"{gain.median:.2f} times as fast ({gain.low:.2f} to {gain.high:.2f}), measured"
+    return f"up to {times} with batches at hand" if finding.cause == "batches" else times
 
 
 def show_diagnosis(console: Console, found: Diagnosis) -> None:

@@ -281,9 +281,10 @@ class Session:
                 most_s = share * self.request.budget_s
                 if share == LONG_LOOK_SHARE:
                     before = self._steps
-                    yield from self._trace(seen)
+                    assert self.answer.observation is not None  # of the first look
+                    yield from self._trace(self.answer.observation)
                     traced = self._steps - before
-                    if any(one.switch == "compile" for one in find_suspects(self.answer.observation or seen)):
+                    if any(one.switch == "compile" for one in find_suspects(self.answer.observation)):
                         left_s = self.left_s - COMPILES_S - COMPARES_S
                         most_s = min(most_s, time.monotonic() - began + left_s)
                     self._tell("looking on, for what comes seldom")

@@ -33,6 +33,7 @@ from autoplan.planner.diagnose.suspects import NO_EFFECT, TRIED, find_suspects, 
 from autoplan.planner.diagnose.switches import STILL_AWAY, SWITCHES
 from autoplan.planner.records.trials import Interval
 from autoplan.processes.cause import is_users_file
+from autoplan.report.diagnosis import gain_words
 
 STEP = Interval(median=0.1, low=0.1, high=0.1, samples=20)
 
@@ -65,6 +66,7 @@ def trial(switch: str, without_s: float, setting: int = 0) -> SwitchTrial:
 def test_samples_are_to_be_cheaper_only_after_more_workers_were_measured() -> None:
     seen = observation()
     (first,) = find_causes(Answer(observation=seen, trials=(trial("batches", 0.04),)))
+    assert gain_words(first).startswith("up to 2.4") and gain_words(first).endswith("measured with batches at hand")
     assert first.cause == "batches" and first.mend.startswith("DataLoader(..., num_workers=N), not measured here")
     tried = (trial("batches", 0.04), trial("workers", 0.1, 2))
     (first,) = find_causes(Answer(observation=seen, trials=tried))

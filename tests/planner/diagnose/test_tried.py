@@ -62,6 +62,9 @@ def test_promises_of_two_causes_add_what_they_take_from_a_step() -> None:
     assert not whole["measured"] and whole["gain"]["samples"] == 3
     assert [round(whole["gain"][side], 2) for side in ("median", "low", "high")] == [3.33, 2.0, 8.0]
     assert agrees(together(both[1:]), interval(1.3, 1.2, 1.4))
+    at_hand = finding("batches", interval(2.2, 2.0, 2.4))
+    assert agrees(together([at_hand]), interval(1.5, 1.4, 1.6)), "making them takes something"
+    assert not agrees(together([at_hand]), interval(2.7, 2.5, 2.9))
 
 
 @pytest.mark.slow
