@@ -8,7 +8,7 @@ import pytest
 
 from autoplan.planner.records.trials import Interval
 from tests.planner.diagnose.test_diagnose import SCRIPTS
-from tests.planner.diagnose.tried import agrees, in_process, row_of, together
+from tests.planner.diagnose.tried import agrees, all_agree, in_process, row_of, together
 
 
 def interval(median: float, low: float, high: float) -> Interval:
@@ -62,6 +62,8 @@ def test_promises_of_two_causes_add_what_they_take_from_a_step() -> None:
     assert not whole["measured"] and whole["gain"]["samples"] == 3
     assert [round(whole["gain"][side], 2) for side in ("median", "low", "high")] == [3.33, 2.0, 8.0]
     assert agrees(together(both[1:]), interval(1.3, 1.2, 1.4))
+    assert all_agree(both, interval(2.5, 2.4, 2.6)) and all_agree(both, interval(1.9, 1.8, 2.0))
+    assert not all_agree(both[1:], interval(2.5, 2.4, 2.6)) and not all_agree(both, interval(4.0, 3.9, 4.1))
     at_hand = finding("batches", interval(2.2, 2.0, 2.4))
     assert agrees(together([at_hand]), interval(1.5, 1.4, 1.6)), "making them takes something"
     assert not agrees(together([at_hand]), interval(2.7, 2.5, 2.9))
