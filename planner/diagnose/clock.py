@@ -7,6 +7,7 @@ loader everything belongs to that part, but for gc. Only the thread that runs th
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import time
@@ -24,6 +25,18 @@ MOST_FRAMES = 6
 
 KEEPS = frozenset({"data", "saving", "logging", "evaluation"})
 """Parts that keep what happens inside them."""
+
+
+_forks = 0
+"""How many forks lie between the first process and this one."""
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,13 +70,14 @@ class Clock:
     _mark: float = 0.0
     _began: float = 0.0
     _thread: int = field(default_factory=threading.get_ident)
+    _forks: int = field(default_factory=lambda: _forks)
     _evaluated: tuple[float, dict[Part, float]] | None = None
     _evaluation: tuple[float, dict[Part, float]] | None = None
 
     @property
     def here(self) -> bool:
-        """Whether this is the thread of the script."""
-        return threading.get_ident() == self._thread
+        """Whether this is the thread of the script, and no process that it has forked."""
+        return threading.get_ident() == self._thread and _forks == self._forks
 
     @property
     def current(self) -> Part:
