@@ -67,6 +67,8 @@ SYNCS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
 
 _SAVES = (
     ("safetensors.torch", "save_file", 1),
+    ("safetensors.numpy", "save_file", 1),
+    ("tokenizers", "Tokenizer.save", 1),
     ("transformers.modeling_utils", "PreTrainedModel.save_pretrained", None),
     ("transformers.trainer", "Trainer._save_checkpoint", None),
     ("accelerate", "Accelerator.save_state", None),

@@ -1,19 +1,20 @@
 """What the script would write goes into a folder that is removed afterwards, and can be read from there meanwhile.
 
 Python's own functions for files are replaced before the script runs: to open, to make, rename and remove, to list and
-to change into a folder. Files that a library writes in C go there where a hook knows the call (torch.save,
-safetensors); others are not seen. Nothing outside the folder is changed or removed: a file that was there before and
+to change into a folder; in Python processes that the script starts too. Of libraries that open files in C,
+`libraries.py` knows the calls. Nothing outside the folder is changed or removed: a file that was there before and
 that the script removes stays, and the script sees it no more.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import errno
 import functools
 import io
 import os
+import posix
+import re
 import shutil
 import sys
 import tempfile
@@ -21,6 +22,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from autoplan.planner.diagnose.libraries import Libraries, replace_everywhere
 
 QUIET = {
     "WANDB_MODE": "disabled",
@@ -32,7 +35,6 @@ QUIET = {
     "TRANSFORMERS_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TOKENIZERS_PARALLELISM": "false",
 }
 """The environment of a script that talks to nobody."""
 
@@ -42,10 +44,19 @@ LARGEST_COPY_BYTES = 1 << 30
 FILES = "files"
 """In the folder: what the script has made, at the path that it has for the script. It is empty when a run begins."""
 
+GONE = "gone"
+"""In the folder: the paths that the script has removed, for the processes that it starts."""
+
+SITE = "site"
+"""In the folder: what a Python process that the script starts runs first."""
+
 _FREE = ("/dev/", "/proc/", "/sys/")
 
+_SHARED, _OF_RUNTIME = "/dev/shm/", re.compile(r"torch_|sem\.|psm_|pymp|pym-|mp")
+"""Memory that processes share by files, and the names that torch and multiprocessing give theirs."""
+
 _READS = ("stat", "lstat", "access", "readlink", "listxattr", "getxattr")
-_CHANGES = ("chmod", "utime", "truncate", "setxattr", "removexattr")
+_CHANGES = ("chmod", "chown", "lchown", "utime", "truncate", "setxattr", "removexattr")
 """Functions of `os` that read what is at a path, and that change it without opening it."""
 
 
@@ -62,13 +73,15 @@ class Sandbox:
     def __init__(self, root: Path, free: tuple[str, ...] = ()) -> None:
         self.root = str(root)
         self._files = os.path.join(self.root, FILES)
-        self._free = (*_FREE, self.root + os.sep, *(place.rstrip(os.sep) + os.sep for place in free if place))
+        self.free = tuple(place.rstrip(os.sep) for place in (self.root, *free) if place)
+        self._free = tuple(place + os.sep for place in self.free)
         self._local = threading.local()
         self._gone: set[str] = set()  # real paths of what was there before, and the script has removed
         self._saved: set[str] = set()  # real paths of checkpoints
         self._stand_ins: set[str] = set()  # real paths of the empty files in place of checkpoints
         self._entered = False
         self.refused: list[str] = []
+        self.libraries = Libraries(self)
 
     def moved(self, path: Any, *, copy: bool = False) -> Any:
         """Where a write of this path goes; with `copy` the file that is there already comes along."""
@@ -81,6 +94,14 @@ class Sandbox:
             if copy and os.path.isfile(real) and not os.path.exists(target) and self._really(real):
                 self._refuse_large(real, os.path.getsize(real))
                 shutil.copyfile(real, target)
+        return target
+
+    def moved_folder(self, path: Any) -> Any:
+        """Where the files go that are written into a folder."""
+        target = self.moved(path)
+        if target != path:
+            with self._plain():
+                os.makedirs(target, exist_ok=True)
         return target
 
     def moved_save(self, path: Any) -> Any:
@@ -105,6 +126,11 @@ class Sandbox:
         """Whether it is a checkpoint."""
         return self._real(path) in self._saved
 
+    def is_users(self, path: Any) -> bool:
+        """Whether it was there before, and the script has not changed it."""
+        real = self._real(path)
+        return real is not None and not self._made(real) and self._really(real)
+
     def seen(self, path: Any) -> Any:
         """Where a read of this path goes: to what the script has written, if it has."""
         real = self._real(path)
@@ -121,7 +147,12 @@ class Sandbox:
         real = os.path.abspath(os.fsdecode(path))
         if (real + os.sep).startswith(self._files + os.sep):
             real = real[len(self._files) :] or os.sep
-        return None if (real + os.sep).startswith(self._free) else real
+        place = real + os.sep
+        if place.startswith(self._free):
+            return None
+        if place.startswith(_SHARED):
+            return None if _OF_RUNTIME.match(place, len(_SHARED)) else real
+        return None if place.startswith(_FREE) else real
 
     def _made(self, real: str) -> bool:
         """Whether the script has made it."""
@@ -136,6 +167,11 @@ class Sandbox:
     def _is_gone(self, real: str) -> bool:
         """Whether the script has removed it, or a folder that it was in."""
         return bool(self._gone) and not self._gone.isdisjoint((real, *map(str, Path(real).parents)))
+
+    def _note_gone(self, real: str) -> None:
+        self._gone.add(real)
+        with open(os.path.join(self.root, GONE), "a") as file:
+            file.write(real + "\0")
 
     def _is_folder(self, real: str) -> bool:
         with self._plain():
@@ -179,30 +215,60 @@ class Sandbox:
     # The functions that take the place of Python's.
 
     def install(self) -> None:
-        """Puts the functions in place, for this process and those that it forks."""
+        """Puts the functions in place, for this process and those that it starts."""
         temporary = os.path.join(self.root, "tmp")
         os.makedirs(temporary, exist_ok=True)
         os.environ.update(QUIET, TMPDIR=temporary, MLFLOW_TRACKING_URI=f"file:{self.root}/mlruns")
         tempfile.tempdir = temporary
         sys.dont_write_bytecode = True
-        builtins.open = io.open = self._open(io.open)
-        os.open = self._os_open(os.open)
-        for name in ("mkdir", "symlink", "link", "mkfifo"):
-            setattr(os, name, self._writes(getattr(os, name), last=name in ("symlink", "link")))
-        for name in ("remove", "unlink", "rmdir"):
-            setattr(os, name, self._removes(getattr(os, name), folder=name == "rmdir"))
-        for name in ("rename", "replace"):
-            setattr(os, name, self._renames(getattr(os, name)))
-        for names, wrap in ((_CHANGES, self._changes), (_READS, self._reads)):
-            for name in names:
-                function = getattr(os, name, None)  # attributes of files are Linux's
-                if function is not None:
-                    setattr(os, name, wrap(function))
-                    if function in os.supports_follow_symlinks:  # shutil asks
-                        os.supports_follow_symlinks.add(getattr(os, name))
-        os.listdir, os.scandir = self._lists(os.listdir), self._scans(os.scandir)
-        os.chdir = self._enters(os.chdir)
-        shutil.rmtree = self._removes(shutil.rmtree, folder=True)  # type: ignore[assignment]
+        self._make_site()
+        with contextlib.suppress(FileNotFoundError):
+            self._gone.update(Path(self.root, GONE).read_text().split("\0")[:-1])
+        changed: dict[Any, Any] = {io.open: self._open(io.open), io.open_code: self._reads(io.open_code)}
+        for name, wrap in self._wraps().items():
+            function = getattr(os, name, None)  # attributes of files are Linux's
+            if function is None:
+                continue
+            changed[function] = wrapped = wrap(function)
+            changed.setdefault(getattr(posix, name, function), wrapped)  # imports ask that module
+            if function in os.supports_follow_symlinks:  # shutil asks
+                os.supports_follow_symlinks.add(wrapped)
+        changed[shutil.rmtree] = self._removes(shutil.rmtree, folder=True)
+        replace_everywhere(changed)
+        self.libraries.install()
+
+    def _wraps(self) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+        """What takes the place of each function of `os`."""
+        single = functools.partial(self._writes, last=False)
+        double = functools.partial(self._writes, last=True)
+        file, folder = (functools.partial(self._removes, folder=one) for one in (False, True))
+        return {
+            "open": self._os_open,
+            **dict.fromkeys(("mkdir", "mkfifo"), single),
+            **dict.fromkeys(("symlink", "link"), double),
+            **dict.fromkeys(("remove", "unlink"), file),
+            "rmdir": folder,
+            **dict.fromkeys(("rename", "replace"), self._renames),
+            **dict.fromkeys(_CHANGES, self._changes),
+            **dict.fromkeys(_READS, self._reads),
+            "listdir": self._lists,
+            "scandir": self._scans,
+            "chdir": self._enters,
+        }
+
+    def _make_site(self) -> None:
+        """Has the Python processes that the script starts put the functions in place before they run anything."""
+        site = os.path.join(self.root, SITE)
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if site in paths:  # this is such a process
+            return
+        home = os.path.dirname(sys.modules["autoplan"].__path__[0])
+        text = _SITECUSTOMIZE.format(home=home, root=self.root, free=self.free[1:], site=site)
+        os.makedirs(site, exist_ok=True)
+        made = Path(site, f"{os.getpid()}.py")  # another rank may be reading
+        made.write_text(text)
+        made.replace(Path(site, "sitecustomize.py"))
+        os.environ["PYTHONPATH"] = os.pathsep.join([site, *filter(None, paths)])
 
     def _open(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -260,7 +326,7 @@ class Sandbox:
             elif not there or self._is_folder(real) is not folder:
                 return function(self.seen(path), *args, **kwargs)  # it fails, or the caller ignores that
             if there:
-                self._gone.add(real)
+                self._note_gone(real)
             return None
 
         return removed
@@ -299,7 +365,7 @@ class Sandbox:
                     shutil.rmtree(self._files + real, ignore_errors=True)
             else:
                 function(self.moved(src, copy=True), self.moved(dst), **kwargs)
-            self._gone.add(real)
+            self._note_gone(real)
             return None
 
         return renamed
@@ -352,6 +418,28 @@ class Sandbox:
             return function(self.seen(path))
 
         return entered
+
+
+_SITECUSTOMIZE = """
+import sys
+from pathlib import Path
+
+sys.path.append({home!r})
+from autoplan.planner.diagnose.sandbox import Sandbox
+
+del sys.path[-1]
+Sandbox(Path({root!r}), {free!r}).install()
+own = sys.modules.pop("sitecustomize")
+sys.path.remove({site!r})
+try:
+    import sitecustomize  # the user's own
+except ModuleNotFoundError as error:
+    if error.name != "sitecustomize":
+        raise
+finally:
+    sys.modules.setdefault("sitecustomize", own)
+"""
+"""What a Python process runs before its own code: site.py imports the first module of this name on the path."""
 
 
 class _Entry:

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from autoplan.planner.diagnose.clock import Clock
 from tests.planner.diagnose.test_diagnose import SCRIPTS
 
 RUN = """
+import os
 import sys
 from pathlib import Path
+from autoplan.planner.diagnose.landlock import restrict_writes
 from autoplan.planner.diagnose.sandbox import Sandbox
 from autoplan.processes.script import run_as_main
-Sandbox(Path(sys.argv[1])).install()
+sandbox = Sandbox(Path(sys.argv[1]))
+sandbox.install()
+os.environ["KERNEL"] = str(int(restrict_writes((*sandbox.free, "/dev", "/proc"))))
+sys.path.insert(0, os.getcwd())
 run_as_main(sys.argv[2])
 """
 
 FILES = {"base.txt": "base", "shared.txt": "shared", "old/a.txt": "a", "old/deep/b.txt": "b", "kept/c.txt": "c"}
 
 
-def test_what_a_script_makes_removes_and_renames_is_so_for_it_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["files.py", "children.py", "in_c.py", "loggers.py"])
+def test_what_a_script_makes_removes_and_renames_is_so_for_it_alone(tmp_path: Path, script: str) -> None:
     work, sandbox = tmp_path / "work", tmp_path / "sandbox"
     for name, text in FILES.items():
         (work / name).parent.mkdir(parents=True, exist_ok=True)
@@ -32,11 +42,21 @@ def test_what_a_script_makes_removes_and_renames_is_so_for_it_alone(tmp_path: Pa
         found = sorted(work.rglob("*"))
         return {str(one): (one.read_text() if one.is_file() else "", one.lstat().st_mtime_ns) for one in found}
 
-    before = there()
-    command = [sys.executable, "-c", RUN, str(sandbox), str(SCRIPTS / "files.py")]
-    done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=100)
+    before, shared = there(), set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-c", RUN, str(sandbox), str(SCRIPTS / script)]
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert there() == before
+    assert "autoplan_test.bin" not in {*os.listdir("/dev/shm")} - shared
+
+
+def test_a_process_that_a_script_forks_is_not_the_script() -> None:
+    clock = Clock()
+    assert clock.here
+    child = os.fork()
+    if not child:
+        os._exit(int(clock.here))
+    assert os.waitpid(child, 0)[1] == 0 and clock.here
 
 
 SAVED = """

@@ -1,0 +1,43 @@
+"""Loggers that the script turns on by arguments, and connections; stand-ins tell what they got."""
+
+import os
+import socket
+from pathlib import Path
+
+PACKAGES = {
+    "wandb": "def init(project=None, mode=None):\n    return mode\n",
+    "mlflow/__init__": "from mlflow.tracking._tracking_service.utils import set_tracking_uri\n",
+    "mlflow/tracking/__init__": "",
+    "mlflow/tracking/_tracking_service/__init__": "",
+    "mlflow/tracking/_tracking_service/utils": "def set_tracking_uri(uri):\n    return uri\n",
+    "comet_ml": "class Experiment:\n    def __init__(self, key=None, disabled=False):\n        self.off = disabled\n",
+    "neptune": "class Run:\n    def __init__(self, name='', mode='async'):\n        self.mode = mode\ninit_run = Run\n",
+    "pyarrow": "import io\ndef memory_map(path, mode='r'):\n    return io.FileIO(path, mode)\nOSFile = memory_map\n",
+}
+for name, text in PACKAGES.items():
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{name}.py").write_text(text)
+
+import comet_ml  # noqa: E402
+import mlflow  # noqa: E402
+import neptune  # noqa: E402
+import pyarrow  # noqa: E402
+import wandb  # noqa: E402
+
+assert wandb.init("project", "online") == wandb.init(mode="offline") == wandb.init() == "disabled"
+assert mlflow.set_tracking_uri("http://192.0.2.1").startswith("file:")
+assert comet_ml.Experiment("key").off and comet_ml.Experiment(disabled=False).off
+assert neptune.init_run(mode="async").mode == neptune.Run("project", "sync").mode == "debug"
+Path("table.arrow").write_text("table")
+assert pyarrow.memory_map("table.arrow").read() == b"table" and pyarrow.OSFile("base.txt", "r").read() == b"base"
+pyarrow.OSFile("base.txt", "w").write(b"new")
+assert Path("base.txt").read_text() == "new"
+
+try:
+    socket.create_connection(("192.0.2.1", 9), timeout=5)
+    raise AssertionError("it was connected")
+except ConnectionRefusedError as error:
+    assert "talks to nobody beyond this machine, so not to 192.0.2.1:9" in str(error)
+with socket.create_server(("127.0.0.1", 0)) as server:
+    socket.create_connection(("localhost", server.getsockname()[1]), timeout=5).close()
+assert "TOKENIZERS_PARALLELISM" not in os.environ
