@@ -35,9 +35,12 @@ Row = tuple[str, ...]
 
 def doctor_command(
     script: Annotated[
-        Path | None, typer.Argument(metavar="SCRIPT", help="A Python file that trains. Without it: what is installed.")
+        str | None, typer.Argument(metavar="SCRIPT", help="A Python file that trains. Without it: what is installed.")
     ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help="What the script is given.")] = None,
+    module: Annotated[
+        str | None, typer.Option("-m", "--module", metavar="NAME", help="A module that trains, as after python -m.")
+    ] = None,
     time_box: Annotated[
         str, typer.Option("--budget", metavar="TIME", help="How long the script runs, with what starts it.")
     ] = "60s",
@@ -58,8 +61,11 @@ def doctor_command(
 
     Each suspected cause is removed while the script runs, and whole steps are measured. Nothing it writes is kept.
     """
-    if script is not None:
-        _diagnose(script, arguments or [], time_box, nproc, memory_limit, trace, quiet, json_output)
+    words = [*([] if script is None else [script]), *(arguments or [])]
+    if module is not None:
+        words.insert(0, module)  # what follows are its arguments
+    if words:
+        _diagnose(words, module is not None, time_box, nproc, memory_limit, trace, quiet, json_output)
         return
     for option, given in (("--trace", trace is not None), ("--nproc", nproc != 1)):
         if given:
@@ -81,8 +87,8 @@ def doctor_command(
 
 
 def _diagnose(
-    script: Path,
-    arguments: list[str],
+    words: list[str],
+    is_module: bool,
     time_box: str,
     nproc: int,
     memory_limit: str | None,
@@ -104,8 +110,9 @@ def _diagnose(
             shown[0](doing)
 
         found = diagnose(
-            script,
-            arguments,
+            words[0],
+            words[1:],
+            module=is_module,
             budget=seconds,
             nproc=nproc,
             memory_limit=memory_limit,

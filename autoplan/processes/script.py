@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import os
 import sys
 from importlib.machinery import SourceFileLoader
@@ -47,6 +48,21 @@ def run_as_main(script: str) -> None:
     sys.modules["__main__"] = module
     with open(script, "rb") as file:
         code = compile(file.read(), module.__file__, "exec", dont_inherit=True)
+    exec(code, vars(module))
+
+
+def run_module_as_main(name: str) -> None:
+    """Runs a module as `python -m` does; `sys.path` and the arguments in `sys.argv` are the caller's to set."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    code = None if spec is None else spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+    if spec is None or code is None:
+        raise ModuleNotFoundError(f"no module named {name} that can be run", name=name)
+    module = importlib.util.module_from_spec(spec)
+    module.__name__ = "__main__"
+    sys.modules["__main__"] = module
+    sys.argv[0] = spec.origin or name
     exec(code, vars(module))
 
 

@@ -327,7 +327,8 @@ class Request(Record):
     """What the process of a script is asked."""
 
     script: str | None
-    """The file; None: the function that comes with the request."""
+    """The file, or the name of a module; None: the function that comes with the request."""
+    is_module: bool = False
     arguments: tuple[str, ...] = ()
     budget_s: float
     sandbox: str
@@ -364,6 +365,8 @@ class Answer(Record):
     seconds: float = 0.0
     refused: tuple[str, ...] = ()
     """What the script wanted to write and could not."""
+    notes: tuple[str, ...] = ()
+    """What else the process did otherwise than the script says."""
     raised_at: float | None = None
     """When the script failed (seconds of the clock that all processes share)."""
     rank: int | None = None

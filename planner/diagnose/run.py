@@ -16,7 +16,7 @@ from autoplan.planner.diagnose.findings import find_causes, notes_of
 from autoplan.planner.diagnose.gains import LEAST_PAIRS
 from autoplan.planner.diagnose.rank_findings import notes_of_ranks, rank_times
 from autoplan.planner.diagnose.records import Answer, Diagnosis, Request, Suspect, SwitchTrial
-from autoplan.planner.diagnose.sandbox import FILES
+from autoplan.planner.diagnose.sandbox import FILES, GONE
 from autoplan.planner.diagnose.session import compiles_again
 from autoplan.planner.diagnose.suspects import find_suspects, tried_words
 from autoplan.processes import Ended, ProcessReport, Progress, Task, Zygote, folder_prefix, limit_hit
@@ -40,6 +40,15 @@ ONLY_SEEN = "Only steps of torch.optim in the main thread of the first process a
 TRAINS = "See that it trains by itself"
 OFFLINE_MEND = "A diagnosis has the Hugging Face Hub offline. Run it once by itself: then the cache has what it loads."
 
+DENIED = re.compile(r"Permission denied|Errno 13|os error 13|errno = 13|readonly database", re.IGNORECASE)
+"""What Python, C, Rust and SQLite say of a write that the kernel refuses."""
+
+DENIED_MEND = (
+    "A diagnosis lets nothing be written outside of its own folder, by no library in C and no other program: your "
+    "files stay as they are. Have the script write with Python or torch, or leave that out for a diagnosis."
+)
+MODULE_TEXT = "attempted relative import with no known parent package"
+
 RANK_TEXTS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of torchrun; a script that misses one says its name."""
 
@@ -57,6 +66,7 @@ def diagnose(
     what: str | Path | Callable[[], object] | Any,
     arguments: Sequence[str] = (),
     *,
+    module: bool = False,
     budget: str | float = DEFAULT_BUDGET_S,
     nproc: int = 1,
     memory_limit: str | int | None = None,
@@ -72,6 +82,7 @@ def diagnose(
         what: A script; or a function that trains, which is called without arguments; or an object with `train()`, such
             as a Trainer. A function and an object are copied to the process.
         arguments: Of the script.
+        module: `what` is the name of a module, which runs as `python -m` runs it.
         budget: Seconds, or a text like "60s"; the processes are ended some seconds after it.
         nproc: Ranks of a script for torchrun, started on this machine as torchrun starts them.
         memory_limit: Host memory that the script may use, like "8GiB"; None: 80 % of what there is.
@@ -88,7 +99,7 @@ def diagnose(
     """
     began = time.monotonic()
     budget_s = parse_duration_s(budget)
-    script, function = _read(what)
+    script, function = (str(what), None) if module else _read(what)
     name = Path(script).name if script else getattr(what, "__qualname__", type(what).__name__)
     limit_bytes = _limit_bytes(memory_limit)
     place = None if trace is None else _place_of(trace)
@@ -98,6 +109,7 @@ def diagnose(
     try:
         request = Request(
             script=script,
+            is_module=module,
             arguments=tuple(map(str, arguments)),
             budget_s=budget_s,
             sandbox=str(folder),
@@ -210,6 +222,7 @@ class _Runs:
                 break
             report = self._run(max(left_s, 1.0))
             found = _read_answer(report)
+            self._add_notes(report, found)
             steps += found.steps
             alone = self.request.nproc == 1 and not self.request.one_rank
             if found.observation is None and alone and _misses_ranks(found):
@@ -249,6 +262,7 @@ class _Runs:
 
     def _run(self, budget_s: float) -> ProcessReport:
         shutil.rmtree(Path(self.request.sandbox, FILES), ignore_errors=True)  # what an earlier run has written
+        Path(self.request.sandbox, GONE).unlink(missing_ok=True)
         self.on_progress(f"starting {self.name}")
         task = Task(
             target="autoplan.planner.diagnose.worker:run_script",
@@ -259,6 +273,16 @@ class _Runs:
             memory_limit_bytes=self.limit_bytes,
         )
         return self.zygote.run(task, on_progress=self._tell)
+
+    def _add_notes(self, report: ProcessReport, found: Answer) -> None:
+        """What the process did otherwise than the script says, and what the kernel refused."""
+        lines = [line for rank in report.ranks for line in (rank.stderr_tail + rank.stdout_tail).splitlines()]
+        lines.append(found.error or "")
+        denied = next((line.strip()[:200] for line in lines if DENIED.search(line)), None)
+        notes = [*found.notes]
+        if denied is not None:
+            notes.append(f"not written, the files outside of the diagnosis stay as they are: {denied}")
+        self.notes += [note for note in notes if note not in self.notes]
 
     def _tell(self, progress: Progress) -> None:
         facts = progress.facts[0] if progress.facts else {}
@@ -306,11 +330,7 @@ class _Runs:
         if found.how == "raised":
             tail = report.ranks[found.rank or 0].stderr_tail.strip().splitlines()
             said = f": {tail[-1][:200]}" if tail and (found.error or "").startswith("exit code") else ""
-            ranks = "It was run as its only rank. Give it more: --nproc 2." if self.request.one_rank else None
-            return WorkloadError(
-                f"{name} failed {few}: {_at(found)}{said}",
-                hint=OFFLINE_MEND if found.offline else ranks or f"{TRAINS}: python, its name and its arguments.",
-            )
+            return WorkloadError(f"{name} failed {few}: {_at(found)}{said}", hint=self._mend(found, tail))
         if found.how == "ended" and found.rank is not None:
             return WorkloadError(f"{name}: {_uneven_end(found)}", hint=UNEVEN_MEND)
         hit = limit_hit(report, f"the run of {name}")
@@ -330,6 +350,25 @@ class _Runs:
             f"{name} ended {few}",
             hint=f"Give it the arguments with which it trains, after --. {ONLY_SEEN}",
         )
+
+    def _mend(self, found: Answer, tail: list[str]) -> str:
+        """What to do about a script that failed before enough steps."""
+        if found.offline:
+            return OFFLINE_MEND
+        if MODULE_TEXT in (found.error or ""):
+            return (
+                f"It is a part of a package. Run it as a module: autoplan doctor -m {_module_of(self.request.script)}."
+            )
+        if any(map(DENIED.search, (found.error or "", *tail))):
+            return DENIED_MEND
+        if self.request.one_rank:
+            return "It was run as its only rank. Give it more: --nproc 2."
+        return f"{TRAINS}: python, its name and its arguments."
+
+
+def _module_of(script: str | None) -> str:
+    """The name of a file's module, from the current folder: `package.train`."""
+    return ".".join(Path(os.path.relpath(script or "")).with_suffix("").parts)
 
 
 def _read_answer(report: ProcessReport) -> Answer:

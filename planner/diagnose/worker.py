@@ -8,14 +8,14 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from autoplan.planner.diagnose.records import Request
 from autoplan.processes import RankContext
 from autoplan.processes.cause import is_users_file
-from autoplan.processes.script import run_as_main
+from autoplan.processes.script import run_as_main, run_module_as_main
 
 ONE_RANK = {
     "RANK": "0",
@@ -25,6 +25,20 @@ ONE_RANK = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",  # any free one
 }
+
+THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+"""Variables that torch reads when it is imported; the first counts where both are set (ATen/ParallelOpenMP.cpp)."""
+
+CACHES = {
+    "TORCH_EXTENSIONS_DIR": "~/.cache/torch_extensions",
+    "PYTORCH_KERNEL_CACHE_PATH": "~/.cache/torch/kernels",
+    "TRITON_CACHE_DIR": "~/.triton/cache",
+    "CUDA_CACHE_PATH": "~/.nv/ComputeCache",
+}
+"""Caches of compiled code beside torch's own: the variable that names each, and where it is without."""
+
+DEVICES = ("/dev", "/proc")
+"""Where the kernel lets the script write too: devices, and memory that processes share."""
 
 RANKS_WAIT_S = 300.0
 """A rank waits so long for the others: longer than the budget, at whose end the process is ended."""
@@ -44,19 +58,24 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
     context.phase("script")
     import torch
 
+    from autoplan.planner.diagnose.landlock import restrict_writes
     from autoplan.planner.diagnose.ranks import Peers
     from autoplan.planner.diagnose.sandbox import Sandbox
     from autoplan.planner.diagnose.session import Session
 
-    sandbox = Sandbox(Path(request.sandbox), free=_free_folders(context))
+    sandbox = Sandbox(Path(request.sandbox), free=(str(context.directory), *_caches(request.sandbox)))
+    process = os.getpid()
+    said: list[str] = []
 
     def report(answer: Any) -> None:
-        context.report(answer)
+        if os.getpid() == process:
+            context.report(answer.model_copy(update={"notes": (*said, *_unreached(sandbox.libraries.unreached))}))
 
     def end() -> None:
-        context.leave(LAST_WAIT_S)
-        _flush()
-        os._exit(0)  # also out of a script that catches every exception
+        if os.getpid() == process:
+            context.leave(LAST_WAIT_S)
+            _flush()
+            os._exit(0)  # also out of a script that catches every exception
 
     peers = None
     if request.nproc > 1:
@@ -72,31 +91,25 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
     if request.nproc > 1:
         session.hooks.collectives.install()
     sandbox.install()
-    try:
-        if request.script is None:
-            assert function is not None
-            function()
-        else:
-            sys.argv = [request.script, *request.arguments]
-            sys.path.insert(0, os.path.dirname(os.path.realpath(request.script)))
-            run_as_main(request.script)
+    restrict_writes((*sandbox.free, *DEVICES))
+    _apply_threads(session.hooks, said)
+    raised = _run(request, function)
+    if os.getpid() != process:  # a process that the script has forked, and that came to the end of the script
+        _leave_fork(raised)
+    if raised is None or isinstance(raised, SystemExit) and raised.code in (None, 0):
         session.finish()
         context.leave(LAST_WAIT_S)
-    except SystemExit as stop:
-        how, error = ("ended", None) if stop.code in (None, 0) else ("raised", f"exit code {_code(stop)}")
-        if not isinstance(stop.code, (int, type(None))):
-            print(stop.code, file=sys.stderr)
-        if how == "ended":
-            session.finish()
-            context.leave(LAST_WAIT_S)
-        else:
-            session.keep(how=how, error=error, offline=_is_offline(stop), raised_at=time.monotonic())
-    except BaseException as error:
+    elif isinstance(raised, SystemExit):
+        if not isinstance(raised.code, int):
+            print(raised.code, file=sys.stderr)
+        error = f"exit code {_code(raised)}"
+        session.keep(how="raised", error=error, offline=_is_offline(raised), raised_at=time.monotonic())
+    else:
         session.keep(
             how="raised",
-            error=_describe(error),
-            line=_line_of(error),
-            offline=_is_offline(error),
+            error=_describe(raised),
+            line=_line_of(raised),
+            offline=_is_offline(raised),
             raised_at=time.monotonic(),
         )
     _flush()
@@ -104,15 +117,95 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
     os._exit(int(failed))  # what the script has registered for its end is of no use here
 
 
+def _run(request: Request, function: Callable[[], Any] | None) -> BaseException | None:
+    """Runs what is asked for; returns what it raised."""
+    try:
+        if request.script is None:
+            assert function is not None
+            function()
+            return None
+        sys.argv = [request.script, *request.arguments]
+        if request.is_module:
+            sys.path.insert(0, os.getcwd())
+            run_module_as_main(request.script)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(request.script)))
+            run_as_main(request.script)
+    except BaseException as error:
+        return error
+    return None
+
+
+def _leave_fork(raised: BaseException | None) -> None:
+    """Ends it as Python does."""
+    status = 0
+    if isinstance(raised, SystemExit):
+        status = 0 if raised.code is None else int(_code(raised))
+    elif raised is not None:
+        traceback.print_exception(raised)
+        status = 1
+    _flush()
+    os._exit(status)
+
+
+def _apply_threads(hooks: Any, said: list[str]) -> None:
+    """Has torch take the number of threads that the script puts into the environment before it imports torch.
+
+    It was imported before the script, so it is told at the end of the first step, unless the script tells it itself.
+    """
+    import torch
+
+    before, on_step, set_threads = dict(os.environ), hooks.on_step, torch.set_num_threads
+    told: list[int] = []
+
+    def tell(nthreads: int) -> None:
+        told.append(nthreads)
+        set_threads(nthreads)
+
+    def first_step() -> None:
+        hooks.on_step, torch.set_num_threads = on_step, set_threads
+        name, number = _changed_threads(before)
+        if number and not told and number != torch.get_num_threads():
+            set_threads(number)
+            said.append(f"torch was given {name}={number} of the script at its first step: it was imported before")
+        on_step()
+
+    hooks.on_step, torch.set_num_threads = first_step, tell
+
+
+def _changed_threads(before: Mapping[str, str]) -> tuple[str, int]:
+    """(variable, threads) that the script has set; 0: none."""
+    for name in THREADS:
+        found = os.environ.get(name, "").partition(",")[0]
+        if found.isdigit() and os.environ[name] != before.get(name):
+            return name, int(found)
+    return "", 0
+
+
+def _unreached(names: list[str]) -> list[str]:
+    found = ", ".join(dict.fromkeys(names))
+    return [f"not connected: {found}; a diagnosis talks to nobody beyond this machine"] if found else []
+
+
 def _compile(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """torch.compile with dynamic=True, whatever the script asks for."""
     return function(*args, **kwargs | {"dynamic": True})
 
 
-def _free_folders(context: RankContext) -> tuple[str, ...]:
-    """Where the process itself writes: its results, and caches of compiled code."""
-    caches = (os.environ.get(name, "") for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"))
-    return (str(context.directory), *caches)
+def _caches(sandbox: str) -> tuple[str, ...]:
+    """Caches of compiled code, which stay: the user's own where there is one, else one beside torch's."""
+    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR", sandbox)
+    os.makedirs(inductor, exist_ok=True)
+    for variable, usual in CACHES.items():
+        place = os.environ.get(variable) or os.path.expanduser(usual)
+        if variable not in os.environ and not os.path.isdir(place):
+            place = os.path.join(inductor, variable.lower())
+        try:
+            os.makedirs(place, exist_ok=True)
+        except OSError:
+            continue
+        os.environ[variable] = place
+    return (inductor, *(os.environ[variable] for variable in CACHES if variable in os.environ))
 
 
 def _flush() -> None:
