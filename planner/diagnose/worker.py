@@ -40,6 +40,9 @@ CACHES = {
 DEVICES = ("/dev", "/proc")
 """Where the kernel lets the script write too: devices, and memory that processes share."""
 
+UNREACHED = "not connected:"
+"""How the note begins that says whom the script wanted to talk to."""
+
 RANKS_WAIT_S = 300.0
 """A rank waits so long for the others: longer than the budget, at whose end the process is ended."""
 
@@ -184,7 +187,7 @@ def _changed_threads(before: Mapping[str, str]) -> tuple[str, int]:
 
 def _unreached(names: list[str]) -> list[str]:
     found = ", ".join(dict.fromkeys(names))
-    return [f"not connected: {found}; a diagnosis talks to nobody beyond this machine"] if found else []
+    return [f"{UNREACHED} {found}; a diagnosis talks to nobody beyond this machine"] if found else []
 
 
 def _compile(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

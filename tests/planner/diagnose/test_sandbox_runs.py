@@ -33,7 +33,7 @@ def test_a_module_with_forks_threads_connections_and_commands_is_diagnosed_and_a
     notes = "\n".join(document["notes"])
     assert "torch was given OMP_NUM_THREADS=2 of the script" in notes
     assert "not connected: 192.0.2.1:9;" in notes
-    assert "not written, the files outside of the diagnosis stay as they are: " in notes and "made_by_mkdir" in notes
+    assert "refused, and the files outside of the diagnosis stay as they are: " in notes and "made_by_mkdir" in notes
     assert sorted(one.name for one in package.iterdir() if one.suffix) == ["__init__.py", "size.py", "train.py"]
     assert [one.name for one in tmp_path.iterdir()] == ["package"]
 
@@ -54,3 +54,12 @@ def test_a_script_that_a_refused_write_ends_is_told_why(tmp_path: Path, monkeypa
         autoplan.diagnose("train.py", budget=30.0)
     assert "your files stay as they are" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_script_that_needs_a_connection_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = "import socket\nsocket.create_connection(('192.0.2.1', 9))\n"
+    (tmp_path / "train.py").write_text(connect)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WorkloadError, match="ConnectionRefusedError: .*192.0.2.1:9") as caught:
+        autoplan.diagnose("train.py", budget=30.0)
+    assert str(caught.value.hint).startswith("It was not connected: 192.0.2.1:9;")
