@@ -56,8 +56,17 @@ IN_C = (
     ("tokenizers", "Tokenizer.from_file", 0, "read"),
     ("tokenizers", "Tokenizer.train", 1, "read"),
     ("tokenizers.models", "Model.save", 1, "folder"),
+    ("tokenizers.models", "BPE.from_file", 0, "read"),
+    ("tokenizers.models", "BPE.from_file", 1, "read"),
+    ("tokenizers.models", "WordPiece.from_file", 0, "read"),
+    ("tokenizers.models", "WordLevel.from_file", 0, "read"),
     ("pyarrow", "memory_map", 0, "mode"),
     ("pyarrow", "OSFile", 0, "mode"),
+    ("pyarrow.parquet", "write_table", 1, "write"),
+    ("pyarrow.parquet", "read_table", 0, "read"),
+    ("h5py", "File.__init__", 1, "mode"),
+    ("cv2", "imwrite", 0, "write"),
+    ("cv2", "imread", 0, "read"),
 )
 """(module, function, place of its path among the arguments, what it does with it) of what opens files in C."""
 
@@ -70,7 +79,20 @@ FORCED: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 """(module, function or class, arguments) of loggers: what they are given whatever the script says."""
 
-_PATH_NAMES = ("f", "filename", "path", "file", "files", "folder", "database", "source")
+_PATH_NAMES = (
+    "f",
+    "filename",
+    "path",
+    "file",
+    "files",
+    "folder",
+    "database",
+    "source",
+    "vocab",
+    "merges",
+    "where",
+    "name",
+)
 _OF_DBM = ("", ".db", ".dat", ".dir", ".pag", ".bak")
 
 
@@ -142,7 +164,7 @@ class Libraries:
             else:
                 for name in _PATH_NAMES:
                     if name in kwargs:
-                        kwargs[name] = change(kwargs[name], args, kwargs)
+                        kwargs[name] = change(kwargs[name], (), kwargs)
             return function(*args, **kwargs)
 
         return call
@@ -159,7 +181,7 @@ class Libraries:
         return self.paths.moved_folder(path)
 
     def _mode(self, path: Any, after: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        mode = named.get("mode", after[0] if after else "r")
+        mode = named.get("mode", after[0] if after else None) or "r"
         writes = set(_WRITES) & set(mode)
         return self.paths.moved(path, copy="w" not in mode) if writes else self.paths.seen(path)
 

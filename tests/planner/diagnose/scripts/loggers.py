@@ -12,6 +12,7 @@ PACKAGES = {
     "mlflow/tracking/_tracking_service/utils": "def set_tracking_uri(uri):\n    return uri\n",
     "comet_ml": "class Experiment:\n    def __init__(self, key=None, disabled=False):\n        self.off = disabled\n",
     "neptune": "class Run:\n    def __init__(self, name='', mode='async'):\n        self.mode = mode\ninit_run = Run\n",
+    "h5py": "import io\nclass File:\n  def __init__(self, name, mode='r'):\n    self.raw = io.FileIO(name, mode)\n",
     "pyarrow": "import io\ndef memory_map(path, mode='r'):\n    return io.FileIO(path, mode)\nOSFile = memory_map\n",
 }
 for name, text in PACKAGES.items():
@@ -19,6 +20,7 @@ for name, text in PACKAGES.items():
     Path(f"{name}.py").write_text(text)
 
 import comet_ml  # noqa: E402
+import h5py  # noqa: E402
 import mlflow  # noqa: E402
 import neptune  # noqa: E402
 import pyarrow  # noqa: E402
@@ -32,6 +34,9 @@ Path("table.arrow").write_text("table")
 assert pyarrow.memory_map("table.arrow").read() == b"table" and pyarrow.OSFile("base.txt", "r").read() == b"base"
 pyarrow.OSFile("base.txt", "w").write(b"new")
 assert Path("base.txt").read_text() == "new"
+
+h5py.File("shared.txt", mode="w").raw.write(b"new")
+assert h5py.File(name="shared.txt").raw.read() == b"new"
 
 try:
     socket.create_connection(("192.0.2.1", 9), timeout=5)
