@@ -25,6 +25,15 @@ _WITH_MOVES, _WITH_TRUNCATE = 2, 3
 """Versions of Landlock from which on files can be moved between folders, and cutting them off is a write."""
 
 
+def can_restrict() -> bool:
+    """Whether the kernel has what is needed here."""
+    return _version() >= _WITH_MOVES
+
+
+def _version() -> int:
+    return _call(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
+
+
 def restrict_writes(places: Iterable[str]) -> bool:
     """Refuses writes outside of these places from now on, for this thread and what it starts.
 
@@ -34,10 +43,9 @@ def restrict_writes(places: Iterable[str]) -> bool:
     Returns:
         Whether the kernel does it.
     """
-    version = _call(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
-    if version < _WITH_MOVES:
+    if not can_restrict():
         return False
-    handled = _WRITE_FILE | _MAKE_AND_REMOVE | _REFER | (_TRUNCATE if version >= _WITH_TRUNCATE else 0)
+    handled = _WRITE_FILE | _MAKE_AND_REMOVE | _REFER | (_TRUNCATE if _version() >= _WITH_TRUNCATE else 0)
     rules = _call(_CREATE_RULESET, ctypes.byref(ctypes.c_uint64(handled)), ctypes.c_size_t(8), ctypes.c_uint32(0))
     if rules < 0:
         return False

@@ -13,6 +13,7 @@ import pytest
 
 import autoplan
 from autoplan.errors import WorkloadError
+from autoplan.planner.diagnose.landlock import can_restrict
 from tests.planner.diagnose.test_diagnose import SCRIPTS
 
 
@@ -33,9 +34,10 @@ def test_a_module_with_forks_threads_connections_and_commands_is_diagnosed_and_a
     notes = "\n".join(document["notes"])
     assert "torch was given OMP_NUM_THREADS=2 of the script" in notes
     assert "not connected: 192.0.2.1:9;" in notes
-    assert "refused, and the files outside of the diagnosis stay as they are: " in notes and "made_by_mkdir" in notes
+    if can_restrict():
+        assert "refused, and the files outside of the diagnosis stay as they are: mkdir" in notes
+        assert not (tmp_path / "made_by_mkdir").exists()
     assert sorted(one.name for one in package.iterdir() if one.suffix) == ["__init__.py", "size.py", "train.py"]
-    assert [one.name for one in tmp_path.iterdir()] == ["package"]
 
 
 def test_a_script_of_a_package_is_told_to_be_run_as_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +49,7 @@ def test_a_script_of_a_package_is_told_to_be_run_as_a_module(tmp_path: Path, mon
     assert "autoplan doctor -m package.train" in str(caught.value.hint)
 
 
+@pytest.mark.skipif(not can_restrict(), reason="this kernel has no Landlock")
 def test_a_script_that_a_refused_write_ends_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("import subprocess\nsubprocess.run(['mkdir', 'out'], check=True)\n")
     monkeypatch.chdir(tmp_path)
