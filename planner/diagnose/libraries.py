@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import functools
 import importlib.machinery
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -97,24 +95,17 @@ _OF_DBM = ("", ".db", ".dat", ".dir", ".pag", ".bak")
 
 
 class Libraries:
-    """The changes to libraries.
-
-    Attributes:
-        unreached: What the script wanted to connect to, as `host:port`.
-    """
+    """The changes to libraries."""
 
     def __init__(self, paths: Paths) -> None:
         self.paths = paths
-        self.unreached: list[str] = []
         self._names = {*(one[0] for one in IN_C), *(one[0] for one in FORCED)}
 
     def install(self) -> None:
-        """Changes the libraries that are there, and those that are imported later; refuses connections."""
+        """Changes the libraries that are there, and those that are imported later."""
         sys.meta_path.insert(0, self)
         for name in self._names & set(sys.modules):
             self._change(name)
-        socket.socket.connect = self._connects(socket.socket.connect)  # type: ignore[method-assign]
-        socket.socket.connect_ex = self._connects(socket.socket.connect_ex)  # type: ignore[method-assign]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """As a finder of modules: what the others find, whose loader changes it after it has run."""
@@ -230,30 +221,6 @@ class Libraries:
 
         kind.__new__ = staticmethod(new)
         return kind
-
-    def _connects(self, function: Function) -> Function:
-        """Connections beyond this machine are refused."""
-
-        @functools.wraps(function)
-        def connect(connection: Any, address: Any) -> Any:
-            if connection.type == socket.SOCK_STREAM and not _is_here(connection.family, address):
-                name = ":".join(map(str, address[:2]))
-                self.unreached.append(name)
-                text = f"a diagnosis of autoplan talks to nobody beyond this machine, so not to {name}"
-                raise ConnectionRefusedError(errno.ECONNREFUSED, text)
-            return function(connection, address)
-
-        return connect
-
-
-def _is_here(family: int, address: Any) -> bool:
-    """Whether an address is one of this machine: a socket of ours can have it."""
-    if family not in (socket.AF_INET, socket.AF_INET6):
-        return True
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as own:
-        own.bind((address[0], 0, *address[2:]))
-        return True
-    return False
 
 
 def _filled(value: Any, root: str) -> Any:

@@ -19,7 +19,6 @@ from autoplan.planner.diagnose.records import Answer, Diagnosis, Request, Suspec
 from autoplan.planner.diagnose.sandbox import FILES, GONE
 from autoplan.planner.diagnose.session import compiles_again
 from autoplan.planner.diagnose.suspects import find_suspects, tried_words
-from autoplan.planner.diagnose.worker import UNREACHED
 from autoplan.processes import Ended, ProcessReport, Progress, Task, Zygote, folder_prefix, limit_hit
 from autoplan.processes.cause import hanging_frame
 from autoplan.units import format_seconds, parse_duration_s, parse_memory_bytes
@@ -360,9 +359,6 @@ class _Runs:
             return (
                 f"It is a part of a package. Run it as a module: autoplan doctor -m {_module_of(self.request.script)}."
             )
-        unreached = [note for note in found.notes if note.startswith(UNREACHED)]
-        if unreached:
-            return f"It was {unreached[0]}. Have what it loads on this machine."
         if any(map(DENIED.search, (found.error or "", *tail))):
             return DENIED_MEND
         if self.request.one_rank:
