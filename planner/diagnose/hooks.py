@@ -895,6 +895,7 @@ class ModuleHooks:
             self._without_gradients.note()
         seldom = not with_gradients and self._without_gradients.is_seldom
         clock.enter("no_grad" if seldom else "forward")
+        began = time.perf_counter()
         self.called.add(module)
         self.anomaly = self.anomaly or torch.is_anomaly_enabled()
         self.low_precision = self.low_precision or any(map(torch.is_autocast_enabled, AUTOCAST))
@@ -905,6 +906,8 @@ class ModuleHooks:
                     return function(module, *args, **kwargs)
             return function(module, *args, **kwargs)
         finally:
+            if seldom:
+                clock.note_line("no_grad", time.perf_counter() - began)
             clock.leave()
             clock.background = "no_grad" if seldom else "loss"
 

@@ -110,6 +110,7 @@ def test_forwards_without_gradients_are_a_part_of_their_own_where_they_are_seldo
             assert hooks.clock.background == ("loss" if part == "forward" else part)
         hooks.modules.end_step()
         steps.append(hooks.clock.close())
+    assert any(of == "no_grad" and line.startswith("test_hooks.py:") for of, line in hooks.clock.lines) == (every > 1)
     own = [step.parts.get("no_grad", 0.0) > 0 for step in steps]
     assert own == [part == "no_grad" and step % every == every - 1 for step in range(8)]
     assert all(step.parts["forward"] > 0 for step in steps)
