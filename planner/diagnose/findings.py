@@ -613,6 +613,8 @@ def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding], faile
     said += _memory_notes(seen, any(one.cause == "graphs" for one in causes))
     if seen.facts.graph_breaks:
         said.append(f"torch.compile has graph breaks: {'; '.join(seen.facts.graph_breaks)}")
+    if seen.facts.optimizer is None:
+        said.append("it has no optimizer of torch: a step is a backward here")
     if answer.refused:
         said.append(f"not written: {', '.join(answer.refused)}")
     return said

@@ -38,6 +38,9 @@ KEPT_BATCHES = 4
 ANCHOR_LOST = 50
 """Steps of other optimizers after which the one that marks the steps is taken to be gone."""
 
+BY_HAND = 3
+"""Backwards after which a script that has made no optimizer of torch is taken to step by hand."""
+
 LARGE_TABLE, LEAST_UNUSED = 1 << 18, 0.5
 """Elements of an embedding, and the share of its rows without a gradient, from which on it is one to look at."""
 
@@ -130,6 +133,7 @@ class Hooks:
         self._shared: dict[str | None, float] = {}  # by the line of the later backward
         self._trained: set[int] | None = None  # parameters of all optimizers, from the first step on
         self._missed = 0
+        self._backwards = 0
         self._depth = 0
         self._collecting = 0.0
         self._waiting = [*((*one, "saving") for one in _SAVES), *((*one, None, "logging") for one in _LOGS)]
@@ -274,7 +278,9 @@ class Hooks:
     def needless(self) -> dict[str, list[torch.nn.Parameter]]:
         """Modules whose parameters got gradients, and no optimizer has any of them: `Classifier.backbone`."""
         found: dict[str, list[torch.nn.Parameter]] = {}
-        trained = self._trained or set()
+        if self._trained is None:
+            return found
+        trained = self._trained
 
         def look(module: torch.nn.Module, name: str) -> None:
             own = [one for one in module.parameters() if one.requires_grad]
@@ -340,8 +346,18 @@ class Hooks:
             finally:
                 if self.clock.here:
                     self.clock.background = "loop"
+                    self._after_backward()
 
         return backward
+
+    def _after_backward(self) -> None:
+        """Ends a step where the script steps by hand: it has no optimizer of torch."""
+        if self.optimizers or self._inside_backward or self._depth:
+            return
+        self._backwards += 1
+        if self._backwards > BY_HAND:
+            self.modules.end_step()
+            self.on_step()
 
     def _is_again(
         self, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, *_: Any, **__: Any

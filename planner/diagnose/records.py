@@ -211,7 +211,8 @@ class Facts(Record):
     device: str
     threads: int
     cores: int
-    optimizer: str
+    optimizer: str | None
+    """Of torch; None: the script steps by hand, and a step is a backward."""
     can_fuse: bool
     can_foreach: bool = False
     """Whether it steps one parameter after another, and could go over lists of them."""

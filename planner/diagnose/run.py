@@ -36,7 +36,7 @@ LEAST_RUN_S = 5.0
 
 MEMORY_SHARE = 0.8
 
-ONLY_SEEN = "Only steps of torch.optim in the main thread of the first process are seen."
+ONLY_SEEN = "Only steps of torch.optim, or backwards where there are none, in the first process's main thread are seen."
 TRAINS = "See that it trains by itself"
 OFFLINE_MEND = "A diagnosis has the Hugging Face Hub offline. Run it once by itself: then the cache has what it loads."
 

@@ -347,7 +347,7 @@ class Session:
             device=device,
             threads=torch.get_num_threads(),
             cores=max(1, len(os.sched_getaffinity(0)) // self.peers.ranks),
-            optimizer=type(optimizer).__name__,
+            optimizer=type(optimizer).__name__ if optimizer else None,
             can_fuse=can_fuse(optimizer),
             can_foreach=can_foreach(optimizer),
             loader=found,

@@ -140,6 +140,14 @@ def test_a_removal_that_kills_the_process_is_said_and_is_not_made_again() -> Non
     assert "killed by signal 9" in said
 
 
+def test_a_script_that_steps_by_hand_has_a_step_for_each_backward() -> None:
+    found = diagnose("by_itself.py", budget=15.0)
+    first = found.findings[0]
+    assert (first.cause, first.line) == ("loop", "by_itself.py:12") and found.steps > 20
+    assert "it has no optimizer of torch: a step is a backward here" in found.notes
+    assert not any(one.cause == "needless_gradients" for one in found.findings)
+
+
 def test_what_a_script_takes_back_is_said_and_is_no_measurement() -> None:
     found = diagnose("takes_back.py", budget=15.0)
     assert "could not be tried: a fused optimizer step (it did not reach the steps)" in found.notes, found.notes
