@@ -47,7 +47,7 @@ def test_a_cause_that_can_be_removed_is_named_first_and_measured(script: str, ca
     ("script", "cause", "line", "budget"),
     [
         ("items.py", "sync", "items.py:16", 15.0),
-        ("by_hand.py", "attention", "by_hand.py:22", 25.0),
+        ("by_hand.py", "attention", "by_hand.py:24", 25.0),
         pytest.param("loop_code.py", "loop", "loop_code.py:15", 25.0, marks=pytest.mark.timing),
     ],
 )
