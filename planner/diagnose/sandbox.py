@@ -106,25 +106,38 @@ class Sandbox:
 
     def moved_save(self, path: Any) -> Any:
         """Where a checkpoint goes."""
-        real = self._real(path)
-        if real is not None:
-            self._saved.add(real)
-            self._stand_ins.discard(real)
+        name = self._name(path)
+        if name is not None:
+            self._saved.add(name)
+            self._stand_ins.discard(name)
         return self.moved(path)
 
     def stand_in(self, path: Any) -> None:
         """In place of a checkpoint: the one that is there; else an empty file, which can be renamed and removed."""
-        real = self._real(path)
-        if real is not None and not self._made(real) and not self._really(real):
-            self._saved.add(real)
-            self._stand_ins.add(real)
-            with self._plain(), contextlib.suppress(OSError):
-                os.makedirs(os.path.dirname(self._files + real), exist_ok=True)
-                Path(self._files + real).touch()
+        name = self._name(path)
+        if name is not None and not self._is_there(name):
+            self._saved.add(name)
+            self._stand_ins.add(name)
+            with contextlib.suppress(OSError):
+                target = self.moved(path)
+                with self._plain():
+                    Path(target).touch()
 
     def is_saved(self, path: Any) -> bool:
         """Whether it is a checkpoint."""
-        return self._real(path) in self._saved
+        return bool(self._saved) and self._name(path) in self._saved
+
+    def _name(self, path: Any) -> str | None:
+        """The path of a file of the script: the real one, or where it is in the folder; None: it is not known."""
+        if not isinstance(path, (str, bytes, os.PathLike)) or not path or self._busy:
+            return None
+        return self._real(path) or os.path.abspath(os.fsdecode(path))
+
+    def _is_there(self, name: str) -> bool:
+        """Whether the script sees a file there."""
+        with self._plain():
+            made = os.path.lexists(self._files + name)
+        return made or self._really(name)
 
     def is_users(self, path: Any) -> bool:
         """Whether it was there before, and the script has not changed it."""
@@ -346,17 +359,19 @@ class Sandbox:
     def _renames(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def renamed(src: Any, dst: Any, **kwargs: Any) -> Any:
-            real, goal = self._real(src), self._real(dst)
-            if real is None and goal is None:
-                return function(src, dst, **kwargs)
-            if real in self._saved and goal is not None:
-                self._saved.add(goal)
-                self._stand_ins.discard(goal)
-            if real in self._stand_ins and goal is not None:
-                self._stand_ins.discard(real)
-                if self._made(goal) or self._really(goal):  # what a script has there, it may read
+            name, goal = self._name(src), self._name(dst)
+            if name in self._stand_ins and goal is not None:
+                self._stand_ins.discard(name)
+                if self._is_there(goal):  # what a script has there, it may read
                     return os.remove(src)
                 self._stand_ins.add(goal)
+            elif goal is not None:
+                self._stand_ins.discard(goal)
+            if name in self._saved and goal is not None:
+                self._saved.add(goal)
+            real = self._real(src)
+            if real is None and self._real(dst) is None:
+                return function(src, dst, **kwargs)
             if real is None or not self._really(real):
                 return function(self.seen(src), self.moved(dst), **kwargs)
             if os.path.isdir(src):  # what is the user's stays, a copy is moved

@@ -60,7 +60,7 @@ def test_a_process_that_a_script_forks_is_not_the_script() -> None:
 
 
 SAVED = """
-import os, shutil, sys
+import os, shutil, sys, tempfile
 from pathlib import Path
 import torch
 from autoplan.planner.diagnose.clock import Clock
@@ -74,29 +74,35 @@ def save(value, name):
     torch.save(value, f"{name}.tmp")
     os.replace(src=f"{name}.tmp", dst=f"{name}.pt")
 
-clock.open()
-save(1, "last")
-Path("notes.txt").write_text("not a checkpoint")
-os.rename("notes.txt", "notes.old")
-assert clock.current == "loop"
-moved = clock._parts["saving"]
-os.rename("last.pt", "first.pt"), os.rename("first.pt", "last.pt")
-assert clock._parts["saving"] > moved
-moved = clock._parts["saving"]
-os.rename("notes.old", "notes.txt")
-assert clock._parts["saving"] == moved
-clock.skipped.add("saving")
-save(2, "last")
-save(3, "best")
-assert clock.acted == 2 and torch.load("last.pt") == 1 and os.path.getsize("best.pt") == 0
-assert not os.path.exists("last.tmp") and not os.path.exists("best.tmp")
-save(4, "best")
-shutil.move("best.pt", "kept.pt")
-os.remove("kept.pt")
-clock.skipped.clear()
-save(5, "last")
-save(6, "best")
-assert torch.load("last.pt") == 5 and torch.load("best.pt") == 6
+def check():
+    clock.open()
+    save(1, "last")
+    Path("notes.txt").write_text("not a checkpoint")
+    os.rename("notes.txt", "notes.old")
+    assert clock.current == "loop"
+    moved = clock._parts["saving"]
+    os.rename("last.pt", "first.pt"), os.rename("first.pt", "last.pt")
+    assert clock._parts["saving"] > moved
+    moved = clock._parts["saving"]
+    os.rename("notes.old", "notes.txt")
+    assert clock._parts["saving"] == moved
+    clock.skipped.add("saving")
+    clock.acted = 0
+    save(2, "last")
+    save(3, "best")
+    assert clock.acted == 2 and torch.load("last.pt") == 1 and os.path.getsize("best.pt") == 0
+    assert not os.path.exists("last.tmp") and not os.path.exists("best.tmp")
+    save(4, "best")
+    shutil.move("best.pt", "kept.pt")
+    os.remove("kept.pt")
+    clock.skipped.clear()
+    save(5, "last")
+    save(6, "best")
+    assert torch.load("last.pt") == 5 and torch.load("best.pt") == 6
+
+check()
+os.chdir(tempfile.mkdtemp())
+check()
 """
 
 
