@@ -74,6 +74,10 @@ def rank_rows(found: Diagnosis) -> facts.Rows:
     return facts.Rows(("rank", "step", "by itself", "largest part", "line"), rows)
 
 
+AT_MOST = {"batches": "with batches at hand", "two_backwards": "without the later one"}
+"""Causes whose removal takes away more than their mend does: making samples costs something, and so do later losses."""
+
+
 def gain_words(finding: Finding) -> str:
     """`2.31 times as fast (2.20 to 2.43), measured without it`, or that it is estimated."""
     gain = finding.gain
@@ -82,7 +86,8 @@ def gain_words(finding: Finding) -> str:
     if not finding.measured:
         return f"up to {gain.median:.2f} times as fast, estimated from its own time"
     times = f"{gain.median:.2f} times as fast ({gain.low:.2f} to {gain.high:.2f}), measured"
-    return f"up to {times} with batches at hand" if finding.cause == "batches" else times
+    how = AT_MOST.get(finding.cause)
+    return times if how is None else f"up to {times} {how}"
 
 
 def show_diagnosis(console: Console, found: Diagnosis) -> None:

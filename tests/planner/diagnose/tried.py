@@ -39,6 +39,7 @@ from typing import Any
 
 from autoplan.planner.records.trials import Interval
 from autoplan.planner.trials.measure import ratio_interval
+from autoplan.report.diagnosis import AT_MOST
 
 ACCEPTED: dict[str, list[str]] = json.loads(Path(__file__).with_name("accepted.json").read_text())
 """The doctor's causes that are the planted one, by script; none for a healthy script."""
@@ -229,7 +230,7 @@ def together(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def agrees(finding: dict[str, Any], gave: Interval) -> bool:
     """Whether a promise is what the mend gave."""
     gain = Interval.model_validate(finding["gain"])
-    if (not finding["measured"] or finding.get("cause") == "batches") and 1 < gave.median <= gain.median:
+    if (not finding["measured"] or finding.get("cause") in AT_MOST) and 1 < gave.median <= gain.median:
         return True
     close = max(gain.median / gave.median, gave.median / gain.median) <= CLOSE
     return close or (gain.low <= gave.median <= gain.high and gave.low <= gain.median <= gave.high)
