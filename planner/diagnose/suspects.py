@@ -183,7 +183,7 @@ def _of_process(seen: Observation) -> list[Suspect]:
         found.append(Suspect(switch="fused", part="optimizer", worth=seen.share("optimizer") / 2, settle=settle))
     elif facts.can_foreach and facts.device == "cuda" and seen.share("optimizer") >= LEAST_OPTIMIZER:
         found.append(Suspect(switch="foreach", part="optimizer", worth=seen.share("optimizer") / 2, settle=settle))
-    if facts.unused_rows and facts.exchange is None:
+    if facts.unused_rows and facts.optimizer is not None and facts.exchange is None:
         worth = seen.share("optimizer") * facts.unused_share
         found.append(Suspect(switch="unused_rows", part="optimizer", worth=worth))
     if facts.float64 and facts.exchange is None:
