@@ -47,7 +47,7 @@ def test_a_cause_that_can_be_removed_is_named_first_and_measured(script: str, ca
     ("script", "cause", "line", "budget"),
     [
         ("items.py", "sync", "items.py:16", 15.0),
-        ("by_hand.py", "attention", "by_hand.py:24", 25.0),
+        ("by_hand.py", "attention", "by_hand.py:22", 25.0),
         pytest.param("loop_code.py", "loop", "loop_code.py:15", 25.0, marks=pytest.mark.timing),
     ],
 )
@@ -55,7 +55,7 @@ def test_a_cause_that_cannot_be_removed_is_estimated_with_its_line(
     script: str, cause: str, line: str, budget: float
 ) -> None:
     found = diagnose(script, budget=budget)
-    first = found.findings[0]
+    first = next(one for one in found.findings if one.cause != "threads")  # the tests give a script one thread
     assert (first.cause, first.measured, first.line) == (cause, False, line), found.findings
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ FILES = {"base.txt": "base", "shared.txt": "shared", "old/a.txt": "a", "old/deep
 
 @pytest.mark.parametrize("script", ["files.py", "children.py", "in_c.py", "loggers.py"])
 def test_what_a_script_makes_removes_and_renames_is_so_for_it_alone(tmp_path: Path, script: str) -> None:
-    work, sandbox = tmp_path / "work", tmp_path / "sandbox"
+    work = tmp_path / "work"
     for name, text in FILES.items():
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (work / name).write_text(text)
@@ -43,8 +44,9 @@ def test_what_a_script_makes_removes_and_renames_is_so_for_it_alone(tmp_path: Pa
         return {str(one): (one.read_text() if one.is_file() else "", one.lstat().st_mtime_ns) for one in found}
 
     before, shared = there(), set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-c", RUN, str(sandbox), str(SCRIPTS / script)]
-    done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=200)
+    with tempfile.TemporaryDirectory() as sandbox:  # a short path: sockets of multiprocessing have at most 107 letters
+        command = [sys.executable, "-c", RUN, sandbox, str(SCRIPTS / script)]
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert there() == before
     assert "autoplan_test.bin" not in {*os.listdir("/dev/shm")} - shared

@@ -1,12 +1,10 @@
 """Causal attention in single operations, on long sequences."""
 
 import math
-import os
 
 import torch
 from torch import nn
 
-torch.set_num_threads(len(os.sched_getaffinity(0)))  # so that attention is the only cause
 HEADS, WIDTH, LENGTH = 4, 128, 384
 
 
