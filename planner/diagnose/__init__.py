@@ -5,7 +5,7 @@ clock.py          where the time of a step goes: the parts of a step, by the reg
 hooks.py          the hooks: optimizer, loader, forward, backward, saving, logging, evaluation, gc
 memory.py         memory over the steps, and the names that keep tensors
 sandbox.py        what the script would write goes into a folder that is removed
-libraries.py      the same for libraries that open files in C; loggers and the network are off
+libraries.py      the same for libraries that open files in C; network loggers are off
 landlock.py       the kernel refuses what gets past both
 switches.py       how each cause is removed while the script runs, and put back
 ranks.py          several ranks of a script: what they decide together, and what they exchange

@@ -281,6 +281,7 @@ class LineSampler:
     def __init__(self, clock: Clock, read_bytes: Callable[[], int]) -> None:
         self._clock = clock
         self._ends = threading.Event()
+        self.is_paused = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.seen: dict[tuple[str, str], int] = defaultdict(int)
         self.stacks: dict[tuple[Part, tuple[str, ...]], int] = defaultdict(int)
@@ -298,6 +299,8 @@ class LineSampler:
 
     def _run(self) -> None:
         while not self._ends.wait(self.EVERY_S):
+            if self.is_paused:
+                continue
             frame = sys._current_frames().get(self._clock._thread)
             line = users_line(frame)
             part, memory = self._clock.current, self._read_bytes()

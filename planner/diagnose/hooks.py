@@ -275,6 +275,12 @@ class Hooks:
             self.modules.end_step()
             self.on_step()
 
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters of the optimizer that marks the steps; of a script that steps by hand those of its modules."""
+        if self.anchor is not None:
+            return [one for group in self.anchor.param_groups for one in group["params"]]
+        return [one for module in list(self.modules.called) for one in module.parameters()]
+
     def needless(self) -> dict[str, list[torch.nn.Parameter]]:
         """Modules whose parameters got gradients, and no optimizer has any of them: `Classifier.backbone`."""
         found: dict[str, list[torch.nn.Parameter]] = {}
@@ -356,6 +362,7 @@ class Hooks:
             return
         self._backwards += 1
         if self._backwards > BY_HAND:
+            self.profiled += torch._C._autograd._profiler_enabled()
             self.modules.end_step()
             self.on_step()
 

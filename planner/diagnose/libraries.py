@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib.abc
 import importlib.machinery
 import os
 import sys
@@ -36,6 +37,9 @@ class Paths(Protocol):
 
 
 _WRITES = "wax+"
+
+NO_TENSORFLOW = "tensorboard.compat.notf"
+"""Where this module is there, TensorBoard writes in Python, also beside TensorFlow, which opens files in C."""
 
 IN_C = (
     ("_imp", "create_dynamic", 0, "spec"),
@@ -71,6 +75,7 @@ IN_C = (
 FORCED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("wandb", "init", {"mode": "disabled"}),
     ("mlflow.tracking._tracking_service.utils", "set_tracking_uri", {"uri": "file:{root}/mlruns"}),
+    ("mlflow.tracking._tracking_service.utils", "_resolve_tracking_uri", {"tracking_uri": "file:{root}/mlruns"}),
     *(("comet_ml", name, {"disabled": True}) for name in ("Experiment", "ExistingExperiment", "OfflineExperiment")),
     *(("neptune", name, {"mode": "debug"}) for name in ("Run", "Model", "ModelVersion", "Project", "init_run")),
     ("clearml", "Task.set_offline", {"offline_mode": True}),
@@ -94,6 +99,16 @@ _PATH_NAMES = (
 _OF_DBM = ("", ".db", ".dat", ".dir", ".pag", ".bak")
 
 
+class _Empty(importlib.abc.Loader):
+    """A loader of a module without anything in it."""
+
+    def create_module(self, spec: Any) -> None:
+        """As Python makes it."""
+
+    def exec_module(self, module: Any) -> None:
+        """Nothing."""
+
+
 class Libraries:
     """The changes to libraries."""
 
@@ -109,10 +124,13 @@ class Libraries:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """As a finder of modules: what the others find, whose loader changes it after it has run."""
+        if name == NO_TENSORFLOW:
+            return importlib.machinery.ModuleSpec(name, _Empty())
         if name not in self._names:
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = None if find is None else find(name, path, target)
             if spec is not None:
                 with contextlib.suppress(AttributeError):  # a loader that cannot be changed
                     self._watch(name, spec.loader)

@@ -367,6 +367,8 @@ class Answer(Record):
     refused: tuple[str, ...] = ()
     """What the script wanted to write and could not."""
     notes: tuple[str, ...] = ()
+    restricted: bool = False
+    """Whether the kernel refuses writes outside of the sandbox."""
     """What else the process did otherwise than the script says."""
     raised_at: float | None = None
     """When the script failed (seconds of the clock that all processes share)."""

@@ -44,8 +44,8 @@ DENIED = re.compile(r"Permission denied|Errno 13|os error 13|errno = 13|readonly
 """What Python, C, Rust and SQLite say of a write that the kernel refuses."""
 
 DENIED_MEND = (
-    "A diagnosis lets nothing be written outside of its own folder, by no library in C and no other program: your "
-    "files stay as they are. Have the script write with Python or torch, or leave that out for a diagnosis."
+    "If it may write there by itself: a diagnosis lets no library in C and no other program write outside of its own "
+    "folder, so your files stay as they are. Have the script write with Python or torch, or leave that out."
 )
 MODULE_TEXT = "attempted relative import with no known parent package"
 
@@ -276,12 +276,13 @@ class _Runs:
 
     def _add_notes(self, report: ProcessReport, found: Answer) -> None:
         """What the process did otherwise than the script says, and what the kernel refused."""
-        lines = [line for rank in report.ranks for line in (rank.stderr_tail + rank.stdout_tail).splitlines()]
-        lines.append(found.error or "")
-        denied = next((line.strip()[:200] for line in lines if DENIED.search(line)), None)
+        texts = [found.error or "", *(rank.stderr_tail for rank in report.ranks)]
         notes = [*found.notes]
-        if denied is not None:
-            notes.append(f"refused, and the files outside of the diagnosis stay as they are: {denied}")
+        if found.restricted and any(map(DENIED.search, texts)):
+            notes.append(
+                "something was refused (permission denied): a diagnosis lets no library in C and no other program "
+                "write outside of its folder"
+            )
         self.notes += [note for note in notes if note not in self.notes]
 
     def _tell(self, progress: Progress) -> None:
@@ -359,7 +360,7 @@ class _Runs:
             return (
                 f"It is a part of a package. Run it as a module: autoplan doctor -m {_module_of(self.request.script)}."
             )
-        if any(map(DENIED.search, (found.error or "", *tail))):
+        if found.restricted and any(map(DENIED.search, (found.error or "", *tail))):
             return DENIED_MEND
         if self.request.one_rank:
             return "It was run as its only rank. Give it more: --nproc 2."

@@ -52,7 +52,10 @@ SITE = "site"
 
 _FREE = ("/dev/", "/proc/", "/sys/")
 
-_SHARED, _OF_RUNTIME = "/dev/shm/", re.compile(r"torch_|sem\.|psm_|pymp|pym-|mp")
+_SHARED, _OF_RUNTIME = (
+    "/dev/shm/",
+    re.compile(r"(torch_\d+_\d+_\d+|sem\.[^/]+|psm_[0-9a-f]+|pym-\d+-[^/]+|pymp-[^/]+)/"),
+)
 """Memory that processes share by files, and the names that torch and multiprocessing give theirs."""
 
 _READS = ("stat", "lstat", "access", "readlink", "listxattr", "getxattr")
@@ -93,7 +96,11 @@ class Sandbox:
             os.makedirs(os.path.dirname(target), exist_ok=True)
             if copy and os.path.isfile(real) and not os.path.exists(target) and self._really(real):
                 self._refuse_large(real, os.path.getsize(real))
-                shutil.copyfile(real, target)
+                own = f"{target}.{os.getpid()}.{threading.get_ident()}"
+                shutil.copyfile(real, own)
+                with contextlib.suppress(FileExistsError):  # another process was first
+                    os.link(own, target)
+                os.remove(own)
         return target
 
     def moved_folder(self, path: Any) -> Any:
@@ -164,7 +171,7 @@ class Sandbox:
         if place.startswith(self._free):
             return None
         if place.startswith(_SHARED):
-            return None if _OF_RUNTIME.match(place, len(_SHARED)) else real
+            return None if _OF_RUNTIME.fullmatch(place, len(_SHARED)) else real
         return None if place.startswith(_FREE) else real
 
     def _made(self, real: str) -> bool:
@@ -306,21 +313,25 @@ class Sandbox:
 
     def _writes(self, function: Callable[..., Any], *, last: bool) -> Callable[..., Any]:
         @functools.wraps(function)
-        def written(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dir_fd") is None and args:
-                place = 1 if last and len(args) > 1 else 0
-                path = args[place]
+        def made(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("dir_fd") is None:
                 real = self._real(path)
-                if not last and real is not None and self._really(real):
+                if real is not None and self._really(real):
                     raise FileExistsError(errno.EEXIST, "File exists", path)
-                args = (*args[:place], self.moved(path), *args[place + 1 :])
-                if place and function.__name__ == "link":  # what writes to one of its names writes to the file
-                    args = (self.moved(args[0], copy=True), *args[1:])
-                elif place and os.path.isabs(args[0]):
-                    args = (self.seen(args[0]), *args[1:])
-            return function(*args, **kwargs)
+                path = self.moved(path)
+            return function(path, *args, **kwargs)
 
-        return written
+        @functools.wraps(function)
+        def linked(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+            if all(kwargs.get(name) is None for name in ("dir_fd", "src_dir_fd", "dst_dir_fd")):
+                dst = self.moved(dst)
+                if function.__name__ == "link":  # what writes to one of its names writes to the file
+                    src = self.moved(src, copy=True)
+                elif os.path.isabs(src):
+                    src = self.seen(src)
+            return function(src, dst, *args, **kwargs)
+
+        return linked if last else made
 
     def _removes(self, function: Callable[..., Any], *, folder: bool) -> Callable[..., Any]:
         """What was there before stays, and the script sees it no more. `folder`: it removes folders alone."""

@@ -17,7 +17,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +247,7 @@ class Session:
 
     def _look(self) -> Course:
         """Looks at steps as they are: enough of them that what comes seldom is seen, as far as the budget goes."""
-        rates = rates_here(self.hooks.anchor)
+        rates = rates_here(self.hooks.trained())
         yield  # a step whose operands are no longer in the caches
         self._tell("looking at the steps as they are")
         self.clock.forget()
@@ -282,8 +282,12 @@ class Session:
                 if share == LONG_LOOK_SHARE:
                     before = self._steps
                     assert self.answer.observation is not None  # of the first look
+                    sampler.is_paused = True
                     yield from self._trace(self.answer.observation)
+                    yield  # what reading the trace took is no part of a step
+                    sampler.is_paused = False
                     traced = self._steps - before
+                    memory[:] = [self._meter.read_bytes()]
                     if any(one.switch == "compile" for one in find_suspects(self.answer.observation)):
                         left_s = self.left_s - COMPILES_S - COMPARES_S
                         most_s = min(most_s, time.monotonic() - began + left_s)
@@ -322,7 +326,7 @@ class Session:
     def _facts(self, steps: int, compile_s: float, rates: Rates) -> Facts:
         hooks, loaders = self.hooks, self.hooks.loaders
         loader, optimizer = loaders.loader, hooks.anchor
-        parameters = [one for group in optimizer.param_groups for one in group["params"]] if optimizer else []
+        parameters = hooks.trained()
         device = parameters[0].device.type if parameters else "cpu"
         hooks.modules.device = device
         low = hooks.modules.low_precision or any(one.dtype in (torch.bfloat16, torch.float16) for one in parameters)
@@ -376,9 +380,10 @@ class Session:
         """Traces a few steps: the kinds of operations, and for Perfetto a file without shapes and values."""
         keep, steps = self.request.trace, TRACED_STEPS
         long = keep is None and steps * seen.mean_s > TRACE_SHARE * self.request.budget_s
-        of_script = self.peers.agree(torch._C._autograd._profiler_enabled() or bool(self.hooks.profilers))
-        if seen.facts.rates is None or long or of_script:
+        of_script = torch._C._autograd._profiler_enabled() or bool(self.hooks.profilers)
+        if self.peers.agree(seen.facts.rates is None or long or of_script):
             return
+        assert seen.facts.rates is not None
         self._tell(f"tracing {steps} steps")
         profiled, activities = self.hooks.profiled, [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -390,6 +395,7 @@ class Session:
                 took.append((yield))
             synchronize()
         self.hooks.profiled = profiled
+        self.hooks.profilers.pop(profiler, None)  # it is none of the script's
         if self.peers.rank:
             return
         path = Path(self.request.sandbox) / "operations.json"
@@ -700,12 +706,11 @@ def graph_breaks() -> tuple[str, ...]:
     return tuple(reason for reason, _ in counts.most_common(3))
 
 
-def rates_here(optimizer: torch.optim.Optimizer | None) -> Rates:
+def rates_here(parameters: Sequence[torch.Tensor]) -> Rates:
     """The rates of the device of the parameters: of fp32 and their own dtype, and of what may be faster.
 
     Not of bf16 on a processor without instructions for it, where one product may take seconds.
     """
-    parameters = [one for group in optimizer.param_groups for one in group["params"]] if optimizer else []
     device = parameters[0].device.type if parameters else "cpu"
     dtypes = {"float32", *(str(one.dtype).removeprefix("torch.") for one in parameters if one.is_floating_point())}
     if device == "cuda":

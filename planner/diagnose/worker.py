@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import os
 import re
@@ -66,10 +67,11 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
     sandbox = Sandbox(Path(request.sandbox), free=(str(context.directory), *_caches(request.sandbox)))
     process = os.getpid()
     said: list[str] = []
+    restricted = False
 
     def report(answer: Any) -> None:
         if os.getpid() == process:
-            context.report(answer.model_copy(update={"notes": tuple(said)}))
+            context.report(answer.model_copy(update={"notes": tuple(said), "restricted": restricted}))
 
     def end() -> None:
         if os.getpid() == process:
@@ -92,7 +94,7 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
         session.hooks.collectives.install()
     sandbox.install()
     if request.nproc == 1 or not torch.cuda.is_available():  # ranks on GPUs share memory in ways that it may forbid
-        restrict_writes((*sandbox.free, *DEVICES))
+        restricted = restrict_writes((*sandbox.free, *DEVICES))
     _apply_threads(session.hooks, said)
     raised = _run(request, function)
     if os.getpid() != process:  # a process that the script has forked, and that came to the end of the script
@@ -158,20 +160,28 @@ def _apply_threads(hooks: Any, said: list[str]) -> None:
 
     before, on_step, set_threads = dict(os.environ), hooks.on_step, torch.set_num_threads
     told: list[int] = []
+    set_before: list[tuple[str, int]] = []
+    imported = builtins.__import__
+
+    def first_import(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "torch":
+            builtins.__import__ = imported
+            set_before.append(_changed_threads(before))
+        return imported(name, *args, **kwargs)
 
     def tell(nthreads: int) -> None:
         told.append(nthreads)
         set_threads(nthreads)
 
     def first_step() -> None:
-        hooks.on_step, torch.set_num_threads = on_step, set_threads
-        name, number = _changed_threads(before)
+        hooks.on_step, torch.set_num_threads, builtins.__import__ = on_step, set_threads, imported
+        name, number = set_before[0] if set_before else ("", 0)
         if number and not told and number != torch.get_num_threads():
             set_threads(number)
             said.append(f"torch was given {name}={number} of the script at its first step: it was imported before")
         on_step()
 
-    hooks.on_step, torch.set_num_threads = first_step, tell
+    hooks.on_step, torch.set_num_threads, builtins.__import__ = first_step, tell, first_import
 
 
 def _changed_threads(before: Mapping[str, str]) -> tuple[str, int]:

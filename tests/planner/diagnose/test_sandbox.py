@@ -49,7 +49,30 @@ def test_what_a_script_makes_removes_and_renames_is_so_for_it_alone(tmp_path: Pa
         done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert there() == before
-    assert "autoplan_test.bin" not in {*os.listdir("/dev/shm")} - shared
+    assert not {"autoplan_test.bin", "mp_autoplan_test"} & ({*os.listdir("/dev/shm")} - shared)
+
+
+COPIED = """
+import os, sys
+from pathlib import Path
+from autoplan.planner.diagnose.sandbox import Sandbox
+Sandbox(Path(sys.argv[1])).install()
+children = []
+for _ in range(4):
+    child = os.fork()
+    if not child:
+        with open("big.bin", "r+b") as file:
+            os._exit(int(len(file.read()) != 1 << 26))
+    children.append(child)
+assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+"""
+
+
+def test_processes_that_change_one_file_at_once_each_have_the_whole_of_it(tmp_path: Path) -> None:
+    (tmp_path / "big.bin").write_bytes(bytes(1 << 26))
+    command = [sys.executable, "-c", COPIED, str(tmp_path / "sandbox")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_process_that_a_script_forks_is_not_the_script() -> None:

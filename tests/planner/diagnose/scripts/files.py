@@ -82,6 +82,9 @@ os.symlink(os.path.abspath("before/sub"), "latest")
 assert sorted(os.listdir("latest")) == ["e.txt", "g.txt"]
 os.remove("latest")
 assert os.path.exists("before/sub/e.txt")
+os.mkdir(path="by_name", mode=0o755)
+os.symlink(src=os.path.abspath("before/sub"), dst="by_name/link")
+assert os.listdir("by_name") == ["link"] and sorted(os.listdir("by_name/link")) == ["e.txt", "g.txt"]
 os.link("shared.txt", "mine.txt")
 Path("mine.txt").write_text("mine")
 assert Path("shared.txt").read_text() == "mine"

@@ -86,5 +86,7 @@ mapped.flush()
 assert Path("old/a.txt").read_bytes()[0] == 7
 Path("/dev/shm/autoplan_test.bin").write_bytes(b"x")
 assert "autoplan_test.bin" in os.listdir("/dev/shm") and Path("/dev/shm/autoplan_test.bin").read_bytes() == b"x"
+os.makedirs("/dev/shm/mp_autoplan_test/torch_data")
+assert "mp_autoplan_test" in os.listdir("/dev/shm")
 shared = torch.ones(3).share_memory_()
 assert shared.is_shared()
