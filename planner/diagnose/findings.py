@@ -141,12 +141,13 @@ def find_causes(answer: Answer, failed: Sequence[str] = ()) -> list[Finding]:
 
 
 def _stack_of(finding: Finding, seen: Observation) -> Stack | None:
-    """The most frequent stack of a finding's line; of its part where the line has none."""
+    """The most frequent stack of a finding's line, of its part if there is one; of its part where the line has none."""
     part = {"batches": "data", "workers": "data", "persistent": "data", "freeze": "gc"}.get(
         finding.cause, finding.cause
     )
     at_line = [one for one in seen.stacks if any(name.startswith(f"{finding.line} in ") for name in one.frames)]
-    return next(iter([*at_line, *(one for one in seen.stacks if one.part == part)]), None)
+    of_part = [one for one in seen.stacks if one.part == part]
+    return next(iter([*(one for one in of_part if one in at_line), *at_line, *of_part]), None)
 
 
 # What was removed.

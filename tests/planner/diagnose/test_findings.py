@@ -402,6 +402,9 @@ def test_a_finding_has_the_stack_of_its_line_or_of_its_part() -> None:
     parts = tuple(one.model_copy(update={"line": "train.py:9"}) for one in seen.parts)
     told = told.model_copy(update={"observation": seen.model_copy(update={"stacks": (data, other), "parts": parts})})
     assert find_causes(told)[0].stack is other
+    same = data.model_copy(update={"frames": other.frames})  # a Trainer: all is at one line of the user's
+    told = told.model_copy(update={"observation": seen.model_copy(update={"stacks": (other, same), "parts": parts})})
+    assert find_causes(told)[0].stack is same
     assert find_causes(Answer(observation=seen, trials=(trial("batches", 0.04),)))[0].stack is None
 
 
