@@ -76,6 +76,7 @@ _SAVES = (
     ("transformers.trainer", "Trainer._save_checkpoint", None),
     ("accelerate", "Accelerator.save_state", None),
 )
+_PATHS = ("f", "filename", "path")
 _LOGS = (
     ("torch.utils.tensorboard", "SummaryWriter.add_scalar"),
     ("torch.utils.tensorboard", "SummaryWriter.add_scalars"),
@@ -429,18 +430,14 @@ class Hooks:
         return softmax
 
     def _saves(self, function: Callable[..., Any], place: int) -> Callable[..., Any]:
-        """A function that saves to a path, which goes into the sandbox; without saving something stands in for it."""
+        """A function that saves to a path; without saving something stands in for what it writes."""
 
         def path_of(args: Any, kwargs: Any) -> Any:
-            return args[place] if len(args) > place else kwargs.get("f", kwargs.get("filename"))
+            return args[place] if len(args) > place else next((kwargs[one] for one in _PATHS if one in kwargs), None)
 
         @functools.wraps(function)
         def save(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > place:
-                args = (*args[:place], self.sandbox.moved_save(args[place]), *args[place + 1 :])
-            for name in ("f", "filename"):
-                if name in kwargs:
-                    kwargs[name] = self.sandbox.moved_save(kwargs[name])
+            self.sandbox.note_save(path_of(args, kwargs))
             return function(*args, **kwargs)
 
         return self.clock.region(

@@ -46,6 +46,7 @@ IN_C = (
     ("ctypes", "_dlopen", 0, "library"),
     ("_sqlite3", "connect", 0, "database"),
     ("dbm", "open", 0, "dbm"),
+    ("lmdb", "open", 0, "lmdb"),
     ("numpy", "memmap", 0, "memmap"),
     ("torch.serialization", "_open_zipfile_writer", 0, "write"),
     ("torch.serialization", "load", 0, "read"),
@@ -83,19 +84,10 @@ FORCED: tuple[tuple[str, str, dict[str, Any]], ...] = (
 """(module, function or class, arguments) of loggers: what they are given whatever the script says."""
 
 _PATH_NAMES = (
-    "f",
-    "filename",
-    "path",
-    "file",
-    "files",
-    "folder",
-    "database",
-    "source",
-    "vocab",
-    "merges",
-    "where",
-    "name",
-)
+    "f", "filename", "path", "file", "files", "folder", "database", "source", "vocab", "merges", "where", "name",
+)  # fmt: skip
+"""Names of arguments that are paths, in the calls of above."""
+
 _OF_DBM = ("", ".db", ".dat", ".dir", ".pag", ".bak")
 
 
@@ -225,6 +217,16 @@ class Libraries:
             if os.path.exists(name + more):
                 self.paths.moved(name + more, copy=True)
         return self.paths.moved(name)
+
+    def _lmdb(self, path: Any, after: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Read as it is, without its file of locks, which is written; else a copy."""
+        if named.get("readonly"):
+            named["lock"] = False
+            return self.paths.seen(path)
+        if not named.get("subdir", True):
+            return self.paths.moved(path, copy=True)
+        self.paths.moved(os.path.join(os.fsdecode(path), "data.mdb"), copy=True)
+        return self.paths.moved_folder(path)
 
     def _mapped(self, kind: Any) -> Any:
         """numpy.memmap: what is the user's is mapped so that changes stay in memory."""

@@ -47,6 +47,9 @@ DENIED_MEND = (
     "If it may write there by itself: a diagnosis lets no library in C and no other program write outside of its own "
     "folder, so your files stay as they are. Have the script write with Python or torch, or leave that out."
 )
+FULL, LEAST_FREE_BYTES = re.compile(r"No space left|Errno 28|Disk quota exceeded"), 64 << 20
+"""What is said of a full disk; with less free than this a script that failed as it wrote, or untold, has filled it."""
+
 MODULE_TEXT = "attempted relative import with no known parent package"
 
 RANK_TEXTS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -323,6 +326,13 @@ class _Runs:
         name, steps = self.name, found.steps
         counted = f"{steps} optimizer step{'s' * (steps > 1)}" if steps else "an optimizer step"
         few = f"after {counted}, too few to see where the time goes" if steps else f"without {counted}"
+        place = os.path.dirname(self.request.sandbox)
+        untold = found.how == "running" or "writ" in (found.error or "")
+        if FULL.search(found.error or "") or (untold and shutil.disk_usage(place).free < LEAST_FREE_BYTES):
+            return WorkloadError(
+                f"{name} was ended {few}: the disk of {place} is full, and what the script writes goes there",
+                hint="Make room there, or set TMPDIR to a folder of a larger disk.",
+            )
         if found.error is not None and found.error.startswith("EOFError"):
             return WorkloadError(
                 f"{name} asked for input{_where(found)}, and its standard input is closed",

@@ -52,10 +52,8 @@ SITE = "site"
 
 _FREE = ("/dev/", "/proc/", "/sys/")
 
-_SHARED, _OF_RUNTIME = (
-    "/dev/shm/",
-    re.compile(r"(torch_\d+_\d+_\d+|sem\.[^/]+|psm_[0-9a-f]+|pym-\d+-[^/]+|pymp-[^/]+)/"),
-)
+_SHARED = "/dev/shm/"
+_OF_RUNTIME = re.compile(r"(torch_\d+_\d+_\d+|sem\.[^/]+|psm_[0-9a-f]+|pym-\d+-[^/]+|pymp-[^/]+)/")
 """Memory that processes share by files, and the names that torch and multiprocessing give theirs."""
 
 _READS = ("stat", "lstat", "access", "readlink", "listxattr", "getxattr")
@@ -98,9 +96,13 @@ class Sandbox:
                 self._refuse_large(real, os.path.getsize(real))
                 own = f"{target}.{os.getpid()}.{threading.get_ident()}"
                 shutil.copyfile(real, own)
-                with contextlib.suppress(FileExistsError):  # another process was first
+                try:
                     os.link(own, target)
-                os.remove(own)
+                except FileExistsError:
+                    pass  # another process was first
+                except OSError:  # a file system without links
+                    os.replace(own, target)
+                Path(own).unlink(missing_ok=True)
         return target
 
     def moved_folder(self, path: Any) -> Any:
@@ -111,13 +113,12 @@ class Sandbox:
                 os.makedirs(target, exist_ok=True)
         return target
 
-    def moved_save(self, path: Any) -> Any:
-        """Where a checkpoint goes."""
+    def note_save(self, path: Any) -> None:
+        """A checkpoint is written there."""
         name = self._name(path)
         if name is not None:
             self._saved.add(name)
             self._stand_ins.discard(name)
-        return self.moved(path)
 
     def stand_in(self, path: Any) -> None:
         """In place of a checkpoint: the one that is there; else an empty file, which can be renamed and removed."""

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -151,6 +152,23 @@ def test_what_was_measured_stays_where_the_next_run_ends_before_its_first_steps(
     assert answer.observation == MEASURED.observation and answer.trials == MEASURED.trials
     assert notes[0] == "with 2 workers the script failed, so it was not measured: OSError: old"
     assert notes[1].startswith("run again, the script did not come to its steps: over its deadline of 30 s")
+
+
+def test_a_disk_that_the_script_has_filled_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "autoplan-doctor"
+    folder.mkdir()
+    full = Answer(how="raised", error="OSError: [Errno 28] No space left on device")
+    with pytest.raises(WorkloadError, match=f"the disk of {tmp_path} is full") as caught:
+        recorded(folder, (Ended.RANK_FAILED, full))
+    assert "TMPDIR" in str(caught.value.hint)
+    other = Answer(how="raised", error="ValueError: no such model")
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1 << 20))
+    with pytest.raises(WorkloadError, match="no such model"):
+        recorded(folder, (Ended.RANK_FAILED, other))
+    with pytest.raises(WorkloadError, match="is full"):
+        recorded(folder, (Ended.RANK_FAILED, Answer()))
 
 
 def test_a_script_that_was_ended_with_nothing_removed_is_said_to_be(tmp_path: Path) -> None:

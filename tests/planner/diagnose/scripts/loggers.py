@@ -17,6 +17,7 @@ PACKAGES = {
     "comet_ml": "class Experiment:\n    def __init__(self, key=None, disabled=False):\n        self.off = disabled\n",
     "neptune": "class Run:\n    def __init__(self, name='', mode='async'):\n        self.mode = mode\ninit_run = Run\n",
     "h5py": "import io\nclass File:\n  def __init__(self, name, mode='r'):\n    self.raw = io.FileIO(name, mode)\n",
+    "lmdb": "def open(path, **named):\n    return path, named\n",
     "pyarrow": "import io\ndef memory_map(path, mode='r'):\n    return io.FileIO(path, mode)\nOSFile = memory_map\n",
 }
 for name, text in PACKAGES.items():
@@ -34,6 +35,7 @@ class Old:
 sys.meta_path.insert(1, Old())
 import comet_ml  # noqa: E402
 import h5py  # noqa: E402
+import lmdb  # noqa: E402
 import mlflow  # noqa: E402
 import neptune  # noqa: E402
 import pyarrow  # noqa: E402
@@ -45,6 +47,8 @@ assert mlflow.set_tracking_uri("http://192.0.2.1").startswith("file:")
 resolve = mlflow.tracking._tracking_service.utils._resolve_tracking_uri
 assert resolve("http://192.0.2.1").startswith("file:") and resolve().startswith("file:")
 assert not tensorboard.compat.has_tensorflow
+assert lmdb.open("old", readonly=True) == ("old", {"readonly": True, "lock": False})
+assert lmdb.open("old", map_size=1) != ("old", {"map_size": 1}) and os.path.isdir(lmdb.open("old")[0])
 assert comet_ml.Experiment("key").off and comet_ml.Experiment(disabled=False).off
 assert neptune.init_run(mode="async").mode == neptune.Run("project", "sync").mode == "debug"
 Path("table.arrow").write_text("table")
