@@ -46,7 +46,9 @@ def test_what_a_script_makes_removes_and_renames_is_so_for_it_alone(tmp_path: Pa
     before, shared = there(), set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as sandbox:  # a short path: sockets of multiprocessing have at most 107 letters
         command = [sys.executable, "-c", RUN, sandbox, str(SCRIPTS / script)]
-        done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=200)
+        kept = dict(os.environ)
+        kept.pop("TOKENIZERS_PARALLELISM", None)  # other tests of this process set it
+        done = subprocess.run(command, cwd=work, env=kept, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert there() == before
     assert not {"autoplan_test.bin", "mp_autoplan_test"} & ({*os.listdir("/dev/shm")} - shared)
