@@ -34,13 +34,12 @@ def seeded_build(seed: int) -> Iterator[None]:
 
     Afterwards `random` and NumPy's, which are the program's own, are as they were; torch's go on.
     """
-    before = random.getstate(), np.random.get_state()
+    before = _states(())
     seed_generators(seed)
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
+        _set_states((), before)
 
 
 @contextlib.contextmanager
@@ -50,19 +49,27 @@ def generators_kept(*, cuda: bool = False) -> Iterator[None]:
     Args:
         cuda: Also those of CUDA, where it is; else torch's on the CPU alone.
     """
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    on_cuda = []
+    generators = [torch.default_generator]
     if cuda and torch.cuda.is_available():
         torch.cuda.init()  # a seed that was given before counts from here on
-        on_cuda = torch.cuda.get_rng_state_all()
+        generators += torch.cuda.default_generators
+    before = _states(generators)
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        if on_cuda:
-            torch.cuda.set_rng_state_all(on_cuda)
-        random.setstate(before[1])
-        np.random.set_state(before[2])
+        _set_states(generators, before)
+
+
+def _states(generators: Iterable[torch.Generator]) -> tuple[Any, ...]:
+    """The states of generators of torch, of `random` and of NumPy's global generator."""
+    return [one.get_state() for one in generators], random.getstate(), np.random.get_state()
+
+
+def _set_states(generators: Iterable[torch.Generator], states: tuple[Any, ...]) -> None:
+    for generator, state in zip(generators, states[0], strict=True):
+        generator.set_state(state)
+    random.setstate(states[1])
+    np.random.set_state(states[2])
 
 
 @contextlib.contextmanager
@@ -86,7 +93,7 @@ class RandomNumbers:
 
     def __init__(self, seed: int, generators: Iterable[torch.Generator] = ()) -> None:
         self._generators = (torch.default_generator, *generators)
-        self._outside = self._inside = self._states()
+        self._outside = self._inside = _states(self._generators)
         for generator in self._generators:
             generator.manual_seed(seed % 2**63)
         random.seed(seed)
@@ -94,21 +101,12 @@ class RandomNumbers:
         self.__exit__()
 
     def __enter__(self) -> None:
-        self._outside = self._states()
-        self._set(self._inside)
+        self._outside = _states(self._generators)
+        _set_states(self._generators, self._inside)
 
     def __exit__(self, *error: object) -> None:
-        self._inside = self._states()
-        self._set(self._outside)
-
-    def _states(self) -> tuple[Any, ...]:
-        return [one.get_state() for one in self._generators], random.getstate(), np.random.get_state()
-
-    def _set(self, states: tuple[Any, ...]) -> None:
-        for generator, state in zip(self._generators, states[0], strict=True):
-            generator.set_state(state)
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+        self._inside = _states(self._generators)
+        _set_states(self._generators, self._outside)
 
 
 def with_seeded_batches(workload: Workload) -> Workload:

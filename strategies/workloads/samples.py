@@ -108,16 +108,6 @@ class MicroBatches(dict[str, Any]):
         return {name: field[start:stop] if name in rows else field for name, field in self.items()}
 
 
-class MicroCollate:
-    """A collator of `MicroBatches`; workers can take it where they can take the collator that it has."""
-
-    def __init__(self, collate: Collate, micro_batch: int) -> None:
-        self.collate, self.micro_batch = collate, micro_batch
-
-    def __call__(self, samples: list[Any]) -> MicroBatches:
-        return MicroBatches(samples, self.collate, self.micro_batch)
-
-
 def sample_size(sample: Any) -> int:
     """Elements in a sample: of its tensors and arrays, and of sequences of numbers."""
     if isinstance(sample, Sequence) and not isinstance(sample, str) and sample and isinstance(sample[0], int | float):
@@ -161,15 +151,9 @@ def batches_from_dataset(
     """
     if len(dataset) == 0:
         raise WorkloadError("the dataset is empty", hint="Give a dataset with at least one sample.")
-    order = order_by_size(dataset, longest_of)
+    looked_at = range(0, len(dataset), max(1, -(-len(dataset) // longest_of)))
+    order = sorted(looked_at, key=lambda index: -sample_size(dataset[index]))  # of equal size: as the dataset has them
     return functools.partial(_make_batch, dataset, collate or default_collate, order)
-
-
-def order_by_size(dataset: SizedDataset, longest_of: int) -> list[int]:
-    """Indices of the samples looked at, largest first; samples of equal size stay in the dataset's order."""
-    stride = max(1, -(-len(dataset) // longest_of))
-    looked_at = range(0, len(dataset), stride)
-    return sorted(looked_at, key=lambda index: -sample_size(dataset[index]))
 
 
 def _make_batch(

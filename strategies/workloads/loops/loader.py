@@ -8,6 +8,7 @@ of a plan.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from autoplan.strategies.workloads.loading.order import is_shard, sampler_of, sp
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.loops.batches import OrderedBatches, batches_in_form, fetch
 from autoplan.strategies.workloads.randomness import seeded
-from autoplan.strategies.workloads.samples import MicroCollate
+from autoplan.strategies.workloads.samples import MicroBatches
 from autoplan.strategies.workloads.user_errors import user_error
 
 SAMPLES_OF_ORDER = 1 << 16
@@ -142,6 +143,9 @@ def resized(
         WorkloadError: it is no DataLoader, or streams.
     """
     inner = check_loader(loader)
+    collate: Any = inner.collate_fn
+    if micro_batch is not None:
+        collate = functools.partial(MicroBatches, collate=collate, micro_batch=micro_batch)
     arguments: dict[str, Any] = {
         name: getattr(inner, name) for name in ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
     }
@@ -154,7 +158,7 @@ def resized(
         inner.dataset,
         batch_size=batch_size,
         sampler=sampler_of(inner) if order is None else order,
-        collate_fn=inner.collate_fn if micro_batch is None else MicroCollate(inner.collate_fn, micro_batch),
+        collate_fn=collate,
         drop_last=True,
         worker_init_fn=inner.worker_init_fn,
         generator=inner.generator,
