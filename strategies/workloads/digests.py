@@ -160,8 +160,10 @@ class Describer:
             return self._items(value, depth)
         if isinstance(value, Path):
             return _file_stamp(value)
-        if isinstance(value, types.ModuleType):
-            return self._module(value)
+        if isinstance(value, types.ModuleType):  # of the user's own: the sources of its files and of what those import
+            if sources := self._sources(module_files(value)):
+                return ["module", sources]
+            return ["module", value.__name__, str(getattr(value, "__version__", ""))]
         if inspect.ismethod(value):
             return ["method", self.describe(value.__func__, depth), self.describe(value.__self__, depth)]
         if isinstance(value, types.FunctionType):
@@ -175,23 +177,17 @@ class Describer:
             return type(value).__qualname__
         return [length_of(value), *(self.describe(item, depth) for item in sampled(value))]
 
-    def _module(self, module: types.ModuleType) -> Any:
-        """A module that a function names: of the user's own, the sources of its files and of what those import."""
-        sources = {name: found for file in module_files(module) for name, found in self._sources_of(file).items()}
-        if not sources:
-            return ["module", module.__name__, str(getattr(module, "__version__", ""))]
-        return ["module", sources]
+    def _sources(self, files: list[Path]) -> dict[str, str]:
+        return {name: found for file in files for name, found in self._sources_of(file).items()}
 
     def _function(self, function: Any, depth: int) -> Any:
-        name = f"{function.__module__}.{function.__qualname__}"
-        if not is_own_code(function.__code__):
-            closure = [self.describe(cell.cell_contents, depth) for cell in filled_cells(function)]
-            return ["function", name, closure]  # of an installed package: its version counts
         cells = [self.describe(cell.cell_contents, depth) for cell in filled_cells(function)]
+        if not is_own_code(function.__code__):  # of an installed package: its version counts
+            return ["function", f"{function.__module__}.{function.__qualname__}", cells]
         defaults = [self.describe(function.__defaults__, depth), self.describe(function.__kwdefaults__, depth)]
         home = function.__globals__
         named = {key: self.describe(home[key], depth) for key in sorted(global_names(function.__code__)) if key in home}
-        inside = {name: found for file in self._imported_in(function) for name, found in self._sources_of(file).items()}
+        inside = self._sources(self._imported_in(function))
         described = ["function", function.__qualname__, source_of(function), cells, defaults, named]
         files = [_file_stamp(Path(text)) for text in texts_in(function.__code__) if self._stamps and names_file(text)]
         variables = variables_read(function.__code__)
@@ -303,14 +299,17 @@ _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{2,}")
 
 def variables_read(code: types.CodeType) -> dict[str, str | None]:
     """The environment variables that a function reads by name, each with its value here; None: it is not set."""
-    if {"environ", "getenv"}.isdisjoint(_all_names(code)):
+    if all({"environ", "getenv"}.isdisjoint(part.co_names) for part in codes_in(code)):
         return {}
     return {text: os.environ.get(text) for text in sorted(set(texts_in(code))) if _VARIABLE.fullmatch(text)}
 
 
-def _all_names(code: types.CodeType) -> set[str]:
-    inside = (_all_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    return {*code.co_names}.union(*inside)
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function, and of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)
 
 
 def module_files(module: types.ModuleType) -> list[Path]:
@@ -338,11 +337,8 @@ def filled_cells(function: Any) -> list[Any]:
 
 def global_names(code: types.CodeType) -> set[str]:
     """The global names that a function and the functions inside it read."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= global_names(constant)
-    return names
+    steps = (step for part in codes_in(code) for step in dis.get_instructions(part))
+    return {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
 def sampled(items: Any, most: int = MAX_ITEMS) -> Iterator[Any]:
@@ -387,11 +383,7 @@ def names_file(text: str) -> bool:
 
 def texts_in(code: types.CodeType) -> list[str]:
     """The texts that a function and the functions inside it contain."""
-    found = [constant for constant in code.co_consts if isinstance(constant, str)]
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found += texts_in(constant)
-    return found
+    return [constant for part in codes_in(code) for constant in part.co_consts if isinstance(constant, str)]
 
 
 def _file_stamp(path: Path) -> list[Any]:

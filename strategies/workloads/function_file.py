@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import WorkloadError
-from autoplan.strategies.workloads.digests import is_autoplan_file, is_own_file
+from autoplan.strategies.workloads.digests import codes_in, is_autoplan_file, is_own_file
 
 NAMED = re.compile(r"(?P<file>.+?\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<function>[^\W\d]\w*)", re.DOTALL)
 """How a function is named: `file.py:function` or `package.module:function`."""
@@ -118,7 +118,8 @@ def local_sources(path: Path) -> dict[str, str]:
         except (SyntaxError, ValueError):
             continue  # its import will fail, and say so
         waiting += [file for file in _imported_files(tree, current, folders) if file not in seen]
-    for name in _imported(_parse(path)):
+    packages = {parts[0] for level, parts in _imports(_parse(path)) if not level or len(parts) > 1}
+    for name in packages:
         for file in sorted((path.parent / name).rglob("*.py")):
             found.setdefault(_name_under(file.resolve(), folders), hashlib.sha256(file.read_bytes()).hexdigest()[:16])
     return found
@@ -129,7 +130,7 @@ def files_imported_in(function: Any) -> list[Path]:
     file = Path(function.__code__.co_filename)
     here = file.resolve() if file.is_file() else Path("script.py").resolve()
     found: list[Path] = []
-    for code in _codes_in(function.__code__):
+    for code in codes_in(function.__code__):
         steps = list(dis.get_instructions(code))
         for number, step in enumerate(steps):
             if step.opname != "IMPORT_NAME":
@@ -140,13 +141,6 @@ def files_imported_in(function: Any) -> list[Path]:
             for name in names or ("",):
                 found += _files_of([*parts, name] if name else parts, starts)
     return sorted(set(found))
-
-
-def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes_in(constant)
 
 
 def _own_folders(first: Path) -> list[Path]:
@@ -166,15 +160,18 @@ def _name_under(file: Path, folders: list[Path]) -> str:
 
 def _imported_files(tree: ast.Module, current: Path, folders: list[Path]) -> Iterator[Path]:
     """The files of the user's own that a file imports."""
+    for level, parts in _imports(tree):
+        yield from _files_of(parts, [current.parents[level - 1]] if level else folders)
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[int, list[str]]]:
+    """The dotted names that a file imports, each with its level: the dots before a relative one, 0 for others."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _files_of(alias.name.split("."), folders)
+            yield from ((0, alias.name.split(".")) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            starts = folders if node.level == 0 else [current.parents[node.level - 1]]
             parts = node.module.split(".") if node.module else []
-            for alias in node.names:
-                yield from _files_of([*parts, alias.name], starts)
+            yield from ((node.level, [*parts, alias.name]) for alias in node.names)
 
 
 def _files_of(parts: list[str], starts: list[Path]) -> Iterator[Path]:
@@ -329,13 +326,3 @@ def _bound_by(node: ast.AST) -> set[str]:
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     return set()
-
-
-def _imported(tree: ast.Module) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.partition(".")[0])
-    return names

@@ -26,7 +26,7 @@ from autoplan.strategies.workloads.function_file import files_imported_in, local
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss, count_labels
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
 from autoplan.strategies.workloads.pickling import dumps, load
-from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
+from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count
 from autoplan.strategies.workloads.user_errors import refuse_lazy
 from autoplan.strategies.workloads.workload import LossSum, Workload
 from autoplan.units import format_bytes
@@ -106,7 +106,7 @@ def spec_from_objects(
             "torch.set_default_dtype(torch.float32). Weights and batches keep the dtype that they have.",
         )
     digests, unhashed = digests_of(workload)
-    identity = hash_identity(digests)
+    identity = digest(digests)
     return WorkloadSpec(
         kind="object",
         reference=workload.name,

@@ -25,7 +25,7 @@ from autoplan.strategies.workloads.function_file import (
     local_sources,
 )
 from autoplan.strategies.workloads.registry import own_length, read_config_file, weight_files, weights_stamp
-from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
+from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count
 from autoplan.text import writable
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def _language_spec(
         global_batch=global_batch,
         unit="tokens",
         options=options,
-        identity=hash_identity(digests),
+        identity=digest(digests),
         digests=digests,
         sources={"versions": installed_versions()},
         defaults_used=tuple(said),
@@ -302,7 +302,7 @@ def _function_spec(
         arguments=arguments,
         sources={"files": files, "versions": installed_versions()},
         open_fields=tuple(open_fields),
-        identity=hash_identity(digests),
+        identity=digest(digests),
         digests=digests,
     )
 

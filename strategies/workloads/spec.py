@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -168,8 +165,3 @@ def check_count(what: str, value: object, example: str) -> None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return
     raise WorkloadError(f"{what} is {value!r}; it is a whole number of at least 1", hint=f"For example: {example}")
-
-
-def hash_identity(document: Mapping[str, Any]) -> str:
-    """16 hex digits over a JSON document."""
-    return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()[:16]
