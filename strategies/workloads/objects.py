@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import dataclasses
 import functools
 import io
@@ -19,7 +18,7 @@ from autoplan.errors import WorkloadError
 from autoplan.files import make_private_folder, replace_file
 from autoplan.probes.host import read_host
 from autoplan.strategies.workloads.batch import Batch
-from autoplan.strategies.workloads.devices import copy_model, has_closed_hooks
+from autoplan.strategies.workloads.devices import copy_model
 from autoplan.strategies.workloads.digests import Describer, digest, installed_versions
 from autoplan.strategies.workloads.fingerprint import fingerprints_of
 from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
@@ -66,24 +65,15 @@ def spec_from_objects(
     check_count("the global batch", global_batch, "global_batch=32")
     check_count("the sequence length", sequence_length, "sequence_length=1024")
     said: tuple[str, ...] = ()
+    parts: dict[str, Any] = {"model": model, "make_batch": make_batch, "loss": loss, "optimizer": optimizer}
+    parts |= {"schedule": schedule, "max_grad_norm": max_grad_norm}
+    settings: dict[str, Any] = {"global_batch": global_batch, "sequence_length": sequence_length, "name": name}
     if workload is None:
         if global_batch is None:
             said = (f"global batch {DEFAULT_GLOBAL_BATCH} samples per optimizer step; change it with global_batch=",)
-        workload = workload_from_objects(
-            model=model,
-            make_batch=make_batch,
-            loss=loss,
-            optimizer=optimizer,
-            schedule=schedule,
-            max_grad_norm=max_grad_norm,
-            name=name,
-            global_batch=global_batch or DEFAULT_GLOBAL_BATCH,
-            sequence_length=sequence_length,
-            seed=seed,
-        )
+            settings["global_batch"] = DEFAULT_GLOBAL_BATCH
+        workload = workload_from_objects(**parts, **settings, seed=seed)
     else:
-        parts: dict[str, Any] = {"model": model, "make_batch": make_batch, "loss": loss, "optimizer": optimizer}
-        parts |= {"schedule": schedule, "max_grad_norm": max_grad_norm}
         given = [name for name, value in parts.items() if value is not None]
         if given:
             raise WorkloadError(
@@ -95,8 +85,7 @@ def spec_from_objects(
                 f"the workload is {type(workload).__name__}; it is an autoplan.Workload, or a text like 'gpt2'",
                 hint="Or give the parts: model=, make_batch=, loss=, optimizer=.",
             )
-        changes: dict[str, Any] = {"global_batch": global_batch, "sequence_length": sequence_length, "name": name}
-        workload = dataclasses.replace(workload, **{key: value for key, value in changes.items() if value is not None})
+        workload = dataclasses.replace(workload, **{key: value for key, value in settings.items() if value is not None})
     check_size(workload)
     if torch.get_default_dtype() != torch.float32:
         raise WorkloadError(
@@ -228,11 +217,9 @@ def workload_from_objects(
             f"no loss was given, and {type(instance).__name__} is not a language model of transformers",
             hint="Give loss(model, batch) -> LossSum(sum of the losses, number of items).",
         )
-    copy_of = copy_model if instance is not None and has_closed_hooks(instance) else copy.deepcopy
-    build_model = model if instance is None else functools.partial(copy_of, instance)
     return Workload(
         name=name or (type(instance).__name__ if instance is not None else str(getattr(model, "__name__", "model"))),
-        build_model=build_model,
+        build_model=model if instance is None else functools.partial(copy_model, instance),
         make_batch=make_batch,
         loss=causal_loss if loss is None else loss,
         build_optimizer=_optimizer_maker(optimizer, instance),
