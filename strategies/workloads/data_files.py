@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from autoplan.strategies.workloads.digests import is_own_file, sampled
+from autoplan.strategies.workloads.digests import sampled
+from autoplan.strategies.workloads.function_file import is_own_file
 
 MAX_FILES = 200
 """Of more files than this, as many at regular distances in the order of their names are kept."""

@@ -15,12 +15,13 @@ import json
 import os
 import re
 import sys
-import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from autoplan.strategies.workloads.function_file import codes_in, files_imported_in, is_own_file, local_sources
 
 VERSIONED = ("torch", "transformers", "peft", "autoplan")
 """The packages whose versions are part of what is trained."""
@@ -53,59 +54,10 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-@functools.cache
-def _library_folders() -> tuple[Path, ...]:
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    return (*(Path(sysconfig.get_paths()[name]).resolve() for name in names), *_autoplan_folders())
-
-
-@functools.cache
-def _autoplan_folders() -> tuple[Path, ...]:
-    import autoplan
-
-    root = Path(autoplan.__file__).resolve().parent
-    return (root, *((root / name).resolve() for name in ("planner", "probes", "strategies")))
-
-
-def is_own_file(path: str | Path | None) -> bool:
-    """Whether a source file is the user's own: not Python's, not an installed package's, not autoplan's."""
-    if path is None:
-        return False
-    resolved = Path(path).resolve()
-    if not {"site-packages", "dist-packages"}.isdisjoint(resolved.parts):
-        return False
-    if any(resolved.is_relative_to(folder) for folder in _library_folders()):
-        return False
-    folders = (one for one in _resolved(tuple(sys.path)) if one in resolved.parents)
-    return not any(resolved.relative_to(one).parts[0].removesuffix(".py") in _installed_in(one) for one in folders)
-
-
-@functools.lru_cache(maxsize=8)
-def _resolved(folders: tuple[str, ...]) -> tuple[Path, ...]:
-    return tuple(Path(one).resolve() for one in folders if one)
-
-
-@functools.cache
-def _installed_in(folder: Path) -> frozenset[str]:
-    """The modules that pip has installed into a folder of sys.path, as `pip install --target` and module systems do."""
-    found: set[str] = set()
-    for one in metadata.distributions(path=[str(folder)]):
-        if one.read_text("RECORD") is not None:  # an egg-info is of a project's own sources
-            found |= {file.parts[0].removesuffix(".py") for file in one.files or ()}
-    return frozenset(found)
-
-
-def is_autoplan_file(path: Path) -> bool:
-    """Whether a source file is one of autoplan's own packages."""
-    return any(path.resolve().is_relative_to(folder) for folder in _autoplan_folders())
-
-
 class Describer:
     """Describes values as JSON; each function and class of the user's own once, with all that it names.
 
     Args:
-        sources_of: Hashes of a file of the user's own and of the files that it imports, by name.
-        imported_in: The files of the user's own that a function imports when it is called.
         stamps: Texts that name a file count with its size and time.
 
     Attributes:
@@ -113,16 +65,9 @@ class Describer:
         weights: Digests of the tensors of modules, kept apart from the code, by order of appearance.
     """
 
-    def __init__(
-        self,
-        sources_of: Callable[[Path], dict[str, str]],
-        imported_in: Callable[[Any], list[Path]] = lambda _: [],
-        *,
-        stamps: bool = False,
-    ) -> None:
+    def __init__(self, *, stamps: bool = False) -> None:
         self._stamps = stamps
-        self._sources_of = functools.cache(sources_of)
-        self._imported_in = imported_in
+        self._sources_of = functools.cache(local_sources)
         self.unhashed: set[str] = set()
         self.weights: list[Any] = []
         self._seen: dict[int, int] = {}
@@ -154,8 +99,8 @@ class Describer:
             pairs = [[self.describe(key, depth), self.describe(item, depth)] for key, item in sampled(value.items())]
             return ["mapping", len(value), *sorted(pairs, key=json.dumps)]
         if isinstance(value, set | frozenset):
-            fresh = functools.partial(Describer, self._sources_of, self._imported_in, stamps=self._stamps)
-            return ["set", *sorted((fresh().describe(item, depth) for item in value), key=json.dumps)]  # without order
+            described = [Describer(stamps=self._stamps).describe(item, depth) for item in value]
+            return ["set", *sorted(described, key=json.dumps)]  # without order
         if isinstance(value, list):
             return self._items(value, depth)
         if isinstance(value, Path):
@@ -187,7 +132,7 @@ class Describer:
         defaults = [self.describe(function.__defaults__, depth), self.describe(function.__kwdefaults__, depth)]
         home = function.__globals__
         named = {key: self.describe(home[key], depth) for key in sorted(global_names(function.__code__)) if key in home}
-        inside = self._sources(self._imported_in(function))
+        inside = self._sources(files_imported_in(function))
         described = ["function", function.__qualname__, source_of(function), cells, defaults, named]
         files = [_file_stamp(Path(text)) for text in texts_in(function.__code__) if self._stamps and names_file(text)]
         variables = variables_read(function.__code__)
@@ -302,14 +247,6 @@ def variables_read(code: types.CodeType) -> dict[str, str | None]:
     if all({"environ", "getenv"}.isdisjoint(part.co_names) for part in codes_in(code)):
         return {}
     return {text: os.environ.get(text) for text in sorted(set(texts_in(code))) if _VARIABLE.fullmatch(text)}
-
-
-def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function, and of the functions inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from codes_in(constant)
 
 
 def module_files(module: types.ModuleType) -> list[Path]:

@@ -1,4 +1,4 @@
-"""`file.py:function` workloads: checked by reading the source in the planner, imported in a rank.
+"""`file.py:function` workloads: checked by reading the source in the planner, imported in a rank. What files are whose.
 
 A function returns an `autoplan.Workload`. Parameters named sequence_length, global_batch, or like an option of the
 command are passed to it. An example, an image classifier (examples/image_classifier.py is a whole one):
@@ -28,13 +28,14 @@ import importlib.util
 import inspect
 import re
 import sys
+import sysconfig
 import types
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from autoplan.errors import WorkloadError
-from autoplan.strategies.workloads.digests import codes_in, is_autoplan_file, is_own_file
 
 NAMED = re.compile(r"(?P<file>.+?\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<function>[^\W\d]\w*)", re.DOTALL)
 """How a function is named: `file.py:function` or `package.module:function`."""
@@ -326,3 +327,61 @@ def _bound_by(node: ast.AST) -> set[str]:
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     return set()
+
+
+# Whose code a file is.
+
+
+@functools.cache
+def _library_folders() -> tuple[Path, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return (*(Path(sysconfig.get_paths()[name]).resolve() for name in names), *_autoplan_folders())
+
+
+@functools.cache
+def _autoplan_folders() -> tuple[Path, ...]:
+    import autoplan
+
+    root = Path(autoplan.__file__).resolve().parent
+    return (root, *((root / name).resolve() for name in ("planner", "probes", "strategies")))
+
+
+def is_own_file(path: str | Path | None) -> bool:
+    """Whether a source file is the user's own: not Python's, not an installed package's, not autoplan's."""
+    if path is None:
+        return False
+    resolved = Path(path).resolve()
+    if not {"site-packages", "dist-packages"}.isdisjoint(resolved.parts):
+        return False
+    if any(resolved.is_relative_to(folder) for folder in _library_folders()):
+        return False
+    folders = (one for one in _resolved(tuple(sys.path)) if one in resolved.parents)
+    return not any(resolved.relative_to(one).parts[0].removesuffix(".py") in _installed_in(one) for one in folders)
+
+
+@functools.lru_cache(maxsize=8)
+def _resolved(folders: tuple[str, ...]) -> tuple[Path, ...]:
+    return tuple(Path(one).resolve() for one in folders if one)
+
+
+@functools.cache
+def _installed_in(folder: Path) -> frozenset[str]:
+    """The modules that pip has installed into a folder of sys.path, as `pip install --target` and module systems do."""
+    found: set[str] = set()
+    for one in metadata.distributions(path=[str(folder)]):
+        if one.read_text("RECORD") is not None:  # an egg-info is of a project's own sources
+            found |= {file.parts[0].removesuffix(".py") for file in one.files or ()}
+    return frozenset(found)
+
+
+def is_autoplan_file(path: Path) -> bool:
+    """Whether a source file is one of autoplan's own packages."""
+    return any(path.resolve().is_relative_to(folder) for folder in _autoplan_folders())
+
+
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function, and of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)

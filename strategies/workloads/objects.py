@@ -21,7 +21,6 @@ from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.devices import copy_model
 from autoplan.strategies.workloads.digests import Describer, digest, installed_versions
 from autoplan.strategies.workloads.fingerprint import fingerprints_of
-from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss, count_labels
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
 from autoplan.strategies.workloads.pickling import dumps, load
@@ -161,7 +160,7 @@ def digests_of(workload: Workload) -> tuple[dict[str, str], tuple[str, ...]]:
         part = _PARTS.get(field.name, "settings")
         if field.name in ("notes", "taken_from", "find_unused_parameters", "own_setting"):
             continue  # sentences, where it came from, what changes no number, and what a plan replaces
-        describer = describers.setdefault(part, Describer(local_sources, files_imported_in, stamps=part == "data"))
+        describer = describers.setdefault(part, Describer(stamps=part == "data"))
         parts.setdefault(part, []).append([field.name, describer.describe(getattr(workload, field.name))])
     parts["weights"] += [describer.weights for describer in describers.values() if describer.weights]
     found = {part: digest(described) for part, described in parts.items()}

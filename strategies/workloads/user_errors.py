@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import Batch, batch_size
-from autoplan.strategies.workloads.digests import is_own_file
+from autoplan.strategies.workloads.function_file import is_own_file
 from autoplan.strategies.workloads.workload import Workload
 
 BATCH_RULE = (

@@ -107,7 +107,7 @@ def spec_of_object(value: Any) -> LoaderSpec:
         "Give a function that makes it, loader=make_dataset, or open files, locks and connections in the first "
         "__getitem__ of a worker."
     )
-    describer = Describer(local_sources, stamps=True)
+    describer = Describer(stamps=True)
     described = describer.describe(packed if is_function else vars(packed))
     identity = digest([name, described])
     payload = pack_objects(packed, f"loader-{identity}", what=f"the dataset {name} and its collate_fn", hint=hint)

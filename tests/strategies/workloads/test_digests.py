@@ -15,9 +15,9 @@ import torch
 
 from autoplan.errors import PlanError
 from autoplan.planner.plan.prepare import refuse_changed_code
-from autoplan.strategies.workloads.digests import Describer, digest, is_own_file
+from autoplan.strategies.workloads.digests import Describer, digest
 from autoplan.strategies.workloads.fingerprint import is_plain, plain
-from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
+from autoplan.strategies.workloads.function_file import is_own_file, local_sources
 from autoplan.strategies.workloads.objects import digests_of
 from autoplan.strategies.workloads.sources import changed_parts, make_spec
 from autoplan.strategies.workloads.workload import Workload
@@ -263,10 +263,10 @@ class Irrep(tuple[Any, ...]):
 def test_models_with_more_than_tensors_in_their_state_and_with_odd_tuples(size: int) -> None:
     model: Any = WithMetadata(2, size)
     model.irreps = Irrep((size, Irrep((1, -1))))
-    described = Describer(local_sources, files_imported_in).describe(model)
+    described = Describer().describe(model)
     other: Any = WithMetadata(2, 2)
     other.irreps = Irrep((2, Irrep((1, -1))))
-    assert (digest(described) == digest(Describer(local_sources, files_imported_in).describe(other))) is (size == 2)
+    assert (digest(described) == digest(Describer().describe(other))) is (size == 2)
     assert is_plain(model.irreps) and plain(model.irreps)[0] == 2
 
 
