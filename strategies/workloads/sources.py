@@ -79,25 +79,14 @@ def make_spec(
     _check_language_options(model, chosen)
     if not model.strip():
         raise WorkloadError("no model was named", hint="For example: --model gpt2")
-    name = registry.canonical_name(model)
-    if name is not None:
-        return _language_spec(
-            "model", name, name, registry.read_config(name), sequence_length, global_batch, chosen, extra=""
-        )
-    path = Path(model).expanduser()
-    if path.is_dir():
-        fields = read_config_file(path / "config.json")
-        extra = "" if not weight_files(path) else weights_stamp(path)
-        return _language_spec(
-            "folder", str(path.resolve()), path.resolve().name, fields, sequence_length, global_batch, chosen, extra
-        )
-    if path.suffix == ".json" or path.is_file():
-        fields = read_config_file(path)
-        name = str(fields.get("model_type", path.stem))
-        return _language_spec(
-            "config", str(path.resolve()), name, fields, sequence_length, global_batch, chosen, extra=""
-        )
-    raise _unknown_model(model)
+    name, path = registry.canonical_name(model), Path(model).expanduser()
+    kind = "model" if name is not None else "folder" if path.is_dir() else "config"
+    if kind == "config" and not (path.suffix == ".json" or path.is_file()):
+        raise _unknown_model(model)
+    fields = _read_fields(kind, name or str(path))
+    reference = name or str(path.resolve())
+    name = name or (path.resolve().name if kind == "folder" else str(fields["model_type"]))
+    return _language_spec(kind, reference, name, fields, sequence_length, global_batch, chosen)
 
 
 def _check_language_options(model: str, options: Mapping[str, Option]) -> None:
@@ -205,24 +194,24 @@ def load_workload(spec: WorkloadSpec) -> Workload:
 def _language_model(spec: WorkloadSpec) -> Workload:
     from autoplan.strategies.workloads.language_model import language_model_workload
 
-    weights = None
-    if spec.kind == "model":
-        fields = registry.read_config(spec.reference)
-    elif spec.kind == "config":
-        fields = read_config_file(Path(spec.reference))
-    else:
-        folder = Path(spec.reference)
-        fields = read_config_file(folder / "config.json")
-        weights = folder if weight_files(folder) else None
+    folder = Path(spec.reference)
+    weights = folder if spec.kind == "folder" and weight_files(folder) else None
     assert spec.sequence_length is not None, "specs of language models have a length"
     return language_model_workload(
-        fields,
+        _read_fields(spec.kind, spec.reference),
         name=spec.name,
         sequence_length=spec.sequence_length,
         global_batch=spec.global_batch,
         options=spec.options,
         weights=weights,
     )
+
+
+def _read_fields(kind: str, reference: str) -> dict[str, Any]:
+    """The configuration of a language model."""
+    if kind == "model":
+        return registry.read_config(reference)
+    return read_config_file(Path(reference) / "config.json" if kind == "folder" else Path(reference))
 
 
 def _language_spec(
@@ -233,7 +222,6 @@ def _language_spec(
     sequence_length: int | None,
     global_batch: int | None,
     options: dict[str, Option],
-    extra: str,
 ) -> WorkloadSpec:
     longest = own_length(fields)
     said = []
@@ -253,10 +241,11 @@ def _language_spec(
     if global_batch is None:
         global_batch = DEFAULT_GLOBAL_BATCH
         said.append(f"global batch {global_batch} sequences per optimizer step; change it with --global-batch")
+    has_weights = kind == "folder" and weight_files(Path(reference))
     digests = {
         "model": digest(fields),
         "settings": digest([sequence_length, global_batch, options]),
-        "weights": digest(extra),
+        "weights": digest(weights_stamp(Path(reference)) if has_weights else ""),
         "versions": digest(installed_versions()),
     }
     return WorkloadSpec(
@@ -309,8 +298,6 @@ def _function_spec(
 
 def _of_users(spec: WorkloadSpec) -> Workload:
     """The workload of objects or of a function, as the spec asks for it."""
-    import dataclasses
-
     from autoplan.strategies.workloads.objects import unpack
 
     if spec.kind == "object":
