@@ -26,13 +26,7 @@ from autoplan.frameworks.transformers.read import (
     refuse_other_batch_size,
     steps_of_training,
 )
-from autoplan.frameworks.transformers.rebuild import (
-    build_anew,
-    copy_trainer,
-    divide_loss,
-    multiply_loss,
-    switch_on,
-)
+from autoplan.frameworks.transformers.rebuild import build_anew, copy_trainer, scale_loss, switch_on
 from autoplan.planner.plan.key_tables import pick_table
 from autoplan.planner.plan.loader import setting_of
 from autoplan.planner.plan.prepare import check_training, refuse_other_training
@@ -139,24 +133,21 @@ def _refuse_given_optimizer(plan: PlanRecord, trainer: Any) -> None:
 def _refuse_world(plan: PlanRecord, trainer: Any) -> None:
     """Refuses a plan of another number of processes than this Trainer trains on, and a process with several GPUs."""
     here, wanted = int(trainer.args.world_size), plan.config.world_size
+    several = (
+        f"Start the script with torchrun --nproc-per-node {wanted}, load the plan there (autoplan.load_plan), and "
+        "apply it."
+    )
     if (gpus := int(trainer.args.n_gpu)) > 1:
         raise PlanError(
             f"this process sees {gpus} GPUs, and the Trainer would split each batch over them (DataParallel); a plan "
             "has one process for each GPU",
-            hint=f"Start the script with torchrun --nproc-per-node {wanted}, load the plan there (autoplan.load_plan), "
-            "and apply it."
-            if wanted > 1
-            else "Set CUDA_VISIBLE_DEVICES to one GPU before the script starts.",
+            hint=several if wanted > 1 else "Set CUDA_VISIBLE_DEVICES to one GPU before the script starts.",
         )
-    if here == wanted:
-        return
-    raise PlanError(
-        f"the plan is for {wanted} process(es), and this {type(trainer).__name__} trains on {here}",
-        hint=f"Start the script with torchrun --nproc-per-node {wanted}, load the plan there (autoplan.load_plan), and "
-        "apply it."
-        if wanted > 1
-        else "Start the script without torchrun, or search with nproc=.",
-    )
+    if here != wanted:
+        raise PlanError(
+            f"the plan is for {wanted} process(es), and this {type(trainer).__name__} trains on {here}",
+            hint=several if wanted > 1 else "Start the script without torchrun, or search with nproc=.",
+        )
 
 
 def _refuse_other_global_batch(plan: PlanRecord, trainer: Any, workload: Workload) -> None:
@@ -298,15 +289,14 @@ def _correct_loss(plan: PlanRecord, made: Any, workload: Workload, divisor: str 
     """
     said = []
     accumulation = plan.config.accumulation(plan.workload.global_batch)
+    if divisor == "items" or times != 1:
+        scale_loss(made, divided=workload.loss if divisor == "items" else None, times=times)
     if divisor == "items":
-        divide_loss(made, workload.loss, times=times)
         said.append(
             "the model's loss is a mean that does not divide by num_items_in_batch; the new Trainer divides it, so "
             f"that its {accumulation} micro-batches add up to the same loss"
         )
-    elif times != 1:
-        multiply_loss(made, times)
-    if divisor == "accumulation":
+    elif divisor == "accumulation":
         made.loss_is_scaled_for_ga = False
         said.append(
             "the loss is a mean that nothing divides, without labels to count; the new Trainer divides it by its "

@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from autoplan.errors import PlanError
 from autoplan.frameworks.transformers.loss import DIVIDES_BY, NOT_TAKEN, inputs_of, is_scaled
-from autoplan.frameworks.transformers.rebuild import copy_trainer, divide_loss
+from autoplan.frameworks.transformers.rebuild import copy_trainer, scale_loss
 from autoplan.strategies.workloads.batch import move_batch
-from autoplan.strategies.workloads.carried import buffers_kept
+from autoplan.strategies.workloads.carried import attributes_kept, buffers_kept
 from autoplan.strategies.workloads.devices import device_of
 from autoplan.strategies.workloads.randomness import seed_generators, seeded
 from autoplan.strategies.workloads.workload import Workload
@@ -114,8 +113,12 @@ def _losses(trainer: Any, workload: Workload, divide: bool) -> tuple[float, floa
     batch = move_batch(workload.make_batch(2, rank), device)
     twin = _twin(trainer)
     if divide:
-        divide_loss(twin, loss)
-    with seeded(0), buffers_kept(model), _as_in_training(model), torch.no_grad():
+        scale_loss(twin, divided=loss)
+    with seeded(0), buffers_kept(model), attributes_kept(model), torch.no_grad():
+        model.train()
+        for module in model.modules():
+            if "BatchNorm" in type(module).__name__:  # the samples of the ranks are others than those of one process
+                module.training = False
         with as_one_process():
             alone = loss(model, batch)
         seed_generators(0)
@@ -135,18 +138,3 @@ def _twin(trainer: Any) -> Any:
     if hasattr(twin.args, "average_tokens_across_devices"):
         twin.args.average_tokens_across_devices = True  # as the new Trainer has it
     return twin
-
-
-@contextlib.contextmanager
-def _as_in_training(model: nn.Module) -> Iterator[None]:
-    """In training mode, but for norms over the batch: those of the ranks' samples are others than those of one."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    for module, _ in modes:
-        if "BatchNorm" in type(module).__name__:
-            module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

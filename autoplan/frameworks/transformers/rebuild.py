@@ -11,7 +11,6 @@ import copy
 import os
 import signal
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -140,29 +139,15 @@ def switch_on(model: Any, config: TrainingConfig, device: str) -> None:
         model.compile(mode=config.compile_mode, dynamic=False)
 
 
-def divide_loss(trainer: Any, loss: Any, *, times: float = 1.0) -> None:
-    """Has a Trainer divide its loss by the items of the whole step, where its model gives the micro-batch's mean.
+def scale_loss(trainer: Any, *, divided: Any = None, times: float = 1.0) -> None:
+    """Has a Trainer multiply its loss in training, or divide it by the items of the whole step.
 
     Args:
         trainer: Its compute_loss is replaced, on this one object.
-        loss: The TrainerLoss of its workload, which counts the items of a micro-batch.
-        times: The loss is multiplied by it as well.
-    """
-    _scale(trainer, lambda inputs, items: times if items is None else times * loss.count(inputs) / items)
-
-
-def multiply_loss(trainer: Any, times: float) -> None:
-    """Has a Trainer multiply its loss in training.
-
-    Args:
-        trainer: Its compute_loss is replaced, on this one object.
+        divided: The TrainerLoss of its workload, which counts the items of a micro-batch, where the Trainer's model
+            gives that micro-batch's mean and the loss is to be divided; None: it is multiplied alone.
         times: The factor.
     """
-    _scale(trainer, lambda inputs, items: times)
-
-
-def _scale(trainer: Any, factor: Callable[[Any, Any], Any]) -> None:
-    """Replaces compute_loss: in training, the loss times a factor of the inputs and the items of the step."""
     own = trainer.compute_loss
 
     def compute_loss(
@@ -170,7 +155,9 @@ def _scale(trainer: Any, factor: Callable[[Any, Any], Any]) -> None:
     ) -> Any:
         if return_outputs or not model.training:  # an evaluation
             return own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **options)
-        scale = factor(inputs, num_items_in_batch)  # before compute_loss takes the labels out
+        scale = times
+        if divided is not None and num_items_in_batch is not None:  # counted before compute_loss takes the labels out
+            scale = times * divided.count(inputs) / num_items_in_batch
         return own(model, inputs, num_items_in_batch=num_items_in_batch, **options) * scale
 
     trainer.compute_loss = compute_loss
