@@ -115,39 +115,32 @@ def batch_elements(batch: Batch) -> int:
     return sum(_positions(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
-def look_at_sizes(
-    workload: Workload, counted: Counted, *, batches: int = SIZED_BATCHES, limit_s: float = SIZING_LIMIT_S
-) -> BatchSizes | None:
+def look_at_sizes(workload: Workload, counted: Counted) -> BatchSizes | None:
     """How the size of a workload's batches varies, from whole global batches as its own make_batch makes them.
 
     Args:
         workload: What is trained.
         counted: What its throughput counts.
-        batches: How many are made at most.
-        limit_s: No further one is made after so many seconds (SAME_LIMIT_S where all had the same size).
 
     Returns:
         The sizes; None where no batch could be made. A dataset that ends gives fewer batches.
     """
-    make_batch = with_seeded_batches(workload).make_batch
-    samples = workload.global_batch
-    elements: list[int] = []
-    positions: list[int] = []
-    items: list[int] = []
+    make_batch, samples = with_seeded_batches(workload).make_batch, workload.global_batch
+    sizes: list[tuple[int, int, int]] = []  # elements, positions and items of each batch
     began = time.monotonic()
-    while len(elements) < batches:
+    for index in range(SIZED_BATCHES):
         try:
-            batch = make_batch(samples, len(elements))
-            found = (batch_elements(batch), count_positions(workload, counted, batch))
-            items.append(count_items(workload, counted, batch))
+            batch = make_batch(samples, index)
+            found = batch_elements(batch), count_positions(workload, counted, batch)
+            sizes.append((*found, count_items(workload, counted, batch)))
         except Exception:  # it ends, or fails: the trials meet it and say so
             break
-        elements.append(found[0])
-        positions.append(found[1])
-        if time.monotonic() - began > (limit_s if len(set(elements)) > 1 else min(SAME_LIMIT_S, limit_s)):
+        same = len({size for size, _, _ in sizes}) == 1
+        if time.monotonic() - began > (SAME_LIMIT_S if same else SIZING_LIMIT_S):
             break
-    if not elements:
+    if not sizes:
         return None
+    elements, positions, items = ([size[place] for size in sizes] for place in range(3))
     mean = sum(elements) / len(elements)
     by_distance = sorted(range(len(elements)), key=lambda index: abs(elements[index] - mean))
     return BatchSizes(
@@ -155,7 +148,7 @@ def look_at_sizes(
         samples=samples,
         elements=_range_of(elements),
         positions=_range_of(positions),
-        items=_range_of(items[: len(elements)]),
+        items=_range_of(items),
         largest=max(range(len(elements)), key=lambda index: elements[index]),
         typical=tuple(by_distance[:2]),
     )

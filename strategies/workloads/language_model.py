@@ -7,6 +7,7 @@ cross-entropy over fp32 logits, of labels shifted by one for causal models; here
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -75,11 +76,10 @@ def language_model_workload(
         torch.optim.AdamW, lr=float(chosen["learning_rate"]), weight_decay=float(chosen["weight_decay"])
     )
     vocabulary, padding = int(config.get_text_config().vocab_size), padding_token(config)
-    skipped = {} if padding is None else {"padding": padding}
     return Workload(
         name=name,
         build_model=functools.partial(_build, config, task, weights),
-        make_batch=functools.partial(_random_batch, task, vocabulary, sequence_length, seed, **skipped),
+        make_batch=functools.partial(_random_batch, task, vocabulary, padding, sequence_length, seed),
         loss=LANGUAGE_MODEL_LOSSES[task],
         build_optimizer=make_optimizer,
         global_batch=global_batch,
@@ -129,20 +129,16 @@ def _auto_class(task: Task) -> Any:
 
 
 def _build(config: Any, task: Task, weights: Path | None) -> nn.Module:
-    import copy
-
     auto = _auto_class(task)
-    on_meta = torch.get_default_device().type == "meta"
     try:
-        if weights is None or on_meta:
+        if weights is None or torch.get_default_device().type == "meta":
             return auto.from_config(copy.deepcopy(config), dtype=torch.float32)
-        model = auto.from_pretrained(weights, config=config, dtype=torch.float32, local_files_only=True)
+        return auto.from_pretrained(weights, config=config, dtype=torch.float32, local_files_only=True)
     except Exception as error:
         raise WorkloadError(
             f"the model cannot be made from its configuration: {type(error).__name__}: {error}",
             hint="Check the config.json (and that the weights in its folder belong to it).",
         ) from error
-    return model
 
 
 def _load_weights(weights: Path, task: Task, model: nn.Module) -> None:
@@ -162,7 +158,7 @@ def padding_token(config: Any) -> int | None:
 
 
 def _random_batch(
-    task: Task, vocabulary: int, length: int, seed: int, num_samples: int, index: int, padding: int | None = None
+    task: Task, vocabulary: int, padding: int | None, length: int, seed: int, num_samples: int, index: int
 ) -> Batch:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
     tokens = _tokens(generator, vocabulary, num_samples, length, padding)

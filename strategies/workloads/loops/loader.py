@@ -189,7 +189,7 @@ def _indices(loader: DataLoader[Any], seed: int) -> Iterator[int]:
     for holder in (loader, sampler_of(loader), loader.batch_sampler):
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator) and id(generator) not in memo:
-            memo[id(generator)] = _copied(generator)
+            memo[id(generator)] = generator.clone_state()
     try:
         batch_sampler = copy.deepcopy(loader.batch_sampler, memo)
     except Exception as error:
@@ -207,12 +207,6 @@ def _indices(loader: DataLoader[Any], seed: int) -> Iterator[int]:
     with seeded(seed):
         for batch in numbers:
             yield from batch
-
-
-def _copied(generator: torch.Generator) -> torch.Generator:
-    other = torch.Generator(device=generator.device)
-    other.set_state(generator.get_state())
-    return other
 
 
 def _refuse_shard(loader: DataLoader[Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -126,19 +128,15 @@ def interval_note(
     """
     if interval == "epoch":
         return f"the schedule is stepped once an epoch, after each {steps_per_epoch} optimizer steps"
-    rates = None
-    try:
-        with warnings.catch_warnings():
+    after = ""
+    if steps_per_epoch <= MOST_STEPS:
+        with contextlib.suppress(Exception), warnings.catch_warnings():  # one that ends before: without rates
             warnings.simplefilter("ignore")  # torch's: that the optimizer took no step
-            schedule = make(optimizer) if steps_per_epoch <= MOST_STEPS else None
-            if schedule is not None:
-                first = float(optimizer.param_groups[0]["lr"])
-                for _ in range(steps_per_epoch):
-                    schedule.step()
-                rates = first, float(optimizer.param_groups[0]["lr"])
-    except Exception:  # one that ends before: the note is without rates
-        rates = None
-    after = "" if rates is None else f", so its rate goes from {rates[0]:.4g} to {rates[1]:.4g} in an epoch"
+            schedule = make(optimizer)
+            first = float(optimizer.param_groups[0]["lr"])
+            for _ in range(steps_per_epoch):
+                schedule.step()
+            after = f", so its rate goes from {first:.4g} to {float(optimizer.param_groups[0]['lr']):.4g} in an epoch"
     return (
         f"the schedule is stepped at each optimizer step, {steps_per_epoch} an epoch{after}. A loop that steps it once "
         'an epoch gives schedule_interval="epoch"'
@@ -190,17 +188,17 @@ def _with_parts(schedule: Any) -> list[Any]:
     return [schedule, *(one for part in vars(schedule).get("_schedulers", ()) for one in _with_parts(part))]
 
 
+@dataclasses.dataclass(frozen=True)
 class Stepped:
     """Makes a schedule that is stepped once in so many optimizer steps: at the end of an epoch, or by a frequency.
 
-    Args:
+    Attributes:
         make: Makes the schedule from an optimizer.
         every: Optimizer steps.
     """
 
-    def __init__(self, make: Callable[[torch.optim.Optimizer], Any], every: int) -> None:
-        self.make = make
-        self.every = every
+    make: Callable[[torch.optim.Optimizer], Any]
+    every: int
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> Any:
         """The schedule; its state is that of the inner one and a count."""
