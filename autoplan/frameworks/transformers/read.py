@@ -24,7 +24,7 @@ from autoplan.errors import WorkloadError
 from autoplan.frameworks.transformers.loss import TrainerLoss, TrainerSchedule, check_fields, make_parts
 from autoplan.frameworks.transformers.rebuild import copy_trainer
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.loops.batches import OrderedBatches, batches_in_form, collated, fetch
+from autoplan.strategies.workloads.loops.loader import OrderedBatches, batches_in_form, collated, fetch
 from autoplan.strategies.workloads.loops.schedules import at_the_start, same_schedule
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
 from autoplan.strategies.workloads.own_setting import (

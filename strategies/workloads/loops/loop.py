@@ -22,8 +22,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.batch import move_batch
 from autoplan.strategies.workloads.devices import device_of, on_cpu
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss
-from autoplan.strategies.workloads.loops.batches import OrderedBatches
-from autoplan.strategies.workloads.loops.loader import LoaderFacts, check_loader, read_loader
+from autoplan.strategies.workloads.loops.loader import LoaderFacts, OrderedBatches, check_loader, read_loader
 from autoplan.strategies.workloads.loops.mean_loss import (
     Count,
     CountLabels,
