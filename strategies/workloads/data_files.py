@@ -94,13 +94,9 @@ def _held_files() -> set[str]:
 
 
 def _is_data(name: str) -> bool:
-    if not name.startswith("/") or name.startswith(_SYSTEM) or name.endswith(_CODE) or ".so." in name:
-        return False
-    return is_own_file(name) and not {"__pycache__", ".git"} & set(Path(name).parts) and not _is_ours(name)
-
-
-def _is_ours(name: str) -> bool:
     import platformdirs
 
     ours = (platformdirs.user_cache_dir("autoplan"), platformdirs.user_state_dir("autoplan"))
-    return name.startswith(ours)
+    if not name.startswith("/") or name.startswith((*_SYSTEM, *ours)) or name.endswith(_CODE) or ".so." in name:
+        return False
+    return is_own_file(name) and not {"__pycache__", ".git"} & set(Path(name).parts)

@@ -100,9 +100,7 @@ def fingerprints(
     if isinstance(model, functools.partial) and getattr(model.func, "__name__", "") in COPIES:
         model = model.args[0]
     if model is not None:
-        collector = Collector("the model")
-        collector.add(model)
-        found["model"] = collector.result()
+        found["model"] = Collector("the model", model).result()
         if isinstance(model, nn.Module):
             weights = {name: tensor_digest(tensor) for name, tensor in stored_tensors(model).items()}
             unsaved = {name: tensor_digest(one) for name, one in model.named_buffers() if name not in weights}
@@ -116,17 +114,13 @@ def fingerprints(
         }
     for part, value, words in (("loss", loss, "the loss"), ("schedule", schedule, "the schedule")):
         if value is not None:
-            collector = Collector(words)
-            collector.add(value)
-            found[part] = collector.result()
+            found[part] = Collector(words, value).result()
     if optimizer is not None:  # its class, groups and values are compared as numbers; here, code of the user's own
-        collector = Collector("the optimizer")
-        collector.add(type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer)
+        given = type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        collector = Collector("the optimizer", given)
         found["optimizer"] = {name: value for name, value in collector.result().items() if name in collector.methods}
     if make_batch is not None:
-        collector = Collector(getattr(make_batch, "called", "make_batch"))
-        collector.add(make_batch)
-        found["data"] = collector.result()
+        found["data"] = Collector(getattr(make_batch, "called", "make_batch"), make_batch).result()
     return found
 
 
@@ -146,15 +140,17 @@ class Collector:
 
     Args:
         role: The name of what is walked over first: `the loss`. Its own name does not count.
+        value: What that is.
     """
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, value: Any) -> None:
         self.role = role
         self.methods: set[str] = set()
         self._found: dict[str, set[str]] = {}
         self._seen: dict[int, Any] = {}
         self._read: set[Path] = set()
         self._root = True
+        self.add(value)
 
     def result(self) -> dict[str, str]:
         """The hashes by name; of pieces of one name, one hash over all."""

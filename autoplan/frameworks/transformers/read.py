@@ -126,21 +126,17 @@ def read_setting(trainer: Any) -> TrainingConfig | None:
         return None
     if compiles and args.torch_compile_backend not in (None, "inductor"):
         return None
+    tf32 = True if args.tf32 is None and compiles else args.tf32  # torch_compile switches it on; None: as torch has it
     mixed = next((name for name in ("bf16", "fp16") if getattr(args, name)), getattr(args, "mixed_precision", "no"))
     if mixed == "fp16" and args.device.type == "cpu":  # accelerate leaves it out there
         mixed = "no"
     return own_setting(
         trainer.model,
         micro_batch=int(trainer._train_batch_size),
-        precision=PRECISIONS.get(mixed) if mixed != "no" else fp32_format(args.device, asked=_asks_for_tf32(args)),
+        precision=PRECISIONS.get(mixed) if mixed != "no" else fp32_format(args.device, asked=tf32),
         checkpointing=_checkpointing(args),
         compile_mode=(args.torch_compile_mode or "default") if compiles else compile_mode_of(trainer.model),
     )
-
-
-def _asks_for_tf32(args: Any) -> bool | None:
-    """Whether the arguments switch TF32 on, as torch_compile alone does too; None: they leave it as it is."""
-    return True if args.tf32 is None and args.torch_compile else args.tf32
 
 
 def _checkpointing(args: Any) -> str:
@@ -321,16 +317,16 @@ def _without_numbers(model: nn.Module, device: torch.device, mode: FakeTensorMod
 
 def _remade(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[Any], torch.optim.Optimizer]:
     """A function that makes the optimizer over the parameters of a copy of the model."""
-    make = rebuild_over(optimizer, trainable(model))
     try:
-        make(torch.nn.Parameter(torch.zeros(2, 2)) for _ in trainable(model))
+        return rebuild_over(optimizer, trainable(model))  # it makes one
+    except WorkloadError:
+        raise
     except Exception as error:
         raise WorkloadError(
             f"the optimizer {type(optimizer).__name__} cannot be made over other parameters: "
             f"{type(error).__name__}: {error}",
             hint="Trials train copies of the model. Search with optim='adamw_torch'; its memory and time differ.",
         ) from error
-    return make
 
 
 def _schedule(trainer: Any, parts: Any, steps: int) -> tuple[Any, list[str]]:
