@@ -168,14 +168,10 @@ def _token_fields(batch: Batch, model: nn.Module | None) -> tuple[str, ...]:
         fields.append("inputs_embeds")
     labels = batch.get("labels")
     makes_inputs = "decoder_input_ids" not in fields and isinstance(labels, torch.Tensor) and labels.dim() == 2
-    if makes_inputs and model is not None and _is_encoder_decoder(model):
+    configs = [getattr(part, "config", None) for part in model.modules()] if makes_inputs and model is not None else []
+    if any(getattr(config, "is_encoder_decoder", False) is True for config in configs):
         fields.append("labels")
     return tuple(fields)
-
-
-def _is_encoder_decoder(model: nn.Module) -> bool:
-    configs = (getattr(part, "config", None) for part in model.modules())
-    return any(getattr(config, "is_encoder_decoder", False) is True for config in configs)
 
 
 def _is_ids(leaf: Any) -> bool:

@@ -360,14 +360,10 @@ def code_hash(function: Any, *, named: bool) -> str:
     node = _syntax_tree(function)
     if node is None:
         return f"code{sys.version_info.major}.{sys.version_info.minor}:{digest(bytecode(function.__code__))}"
-    return f"tree:{digest(_dump(node, named=named))}"
-
-
-def _dump(node: ast.AST, *, named: bool) -> str:
     text = ast.dump(node, annotate_fields=False)
     if not named and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return text.replace(repr(node.name), "''", 1)
-    return text
+        text = text.replace(repr(node.name), "''", 1)
+    return f"tree:{digest(text)}"
 
 
 def _syntax_tree(function: Any) -> ast.AST | None:

@@ -118,7 +118,8 @@ def local_sources(path: Path) -> dict[str, str]:
             tree = ast.parse(data)
         except (SyntaxError, ValueError):
             continue  # its import will fail, and say so
-        waiting += [file for file in _imported_files(tree, current, folders) if file not in seen]
+        for level, parts in _imports(tree):
+            waiting += _files_of(parts, [current.parents[level - 1]] if level else folders)
     packages = {parts[0] for level, parts in _imports(_parse(path)) if not level or len(parts) > 1}
     for name in packages:
         for file in sorted((path.parent / name).rglob("*.py")):
@@ -157,12 +158,6 @@ def _own_folders(first: Path) -> list[Path]:
 def _name_under(file: Path, folders: list[Path]) -> str:
     """A file's name: its path within the first of the folders that has it."""
     return next((str(file.relative_to(folder)) for folder in folders if file.is_relative_to(folder)), str(file))
-
-
-def _imported_files(tree: ast.Module, current: Path, folders: list[Path]) -> Iterator[Path]:
-    """The files of the user's own that a file imports."""
-    for level, parts in _imports(tree):
-        yield from _files_of(parts, [current.parents[level - 1]] if level else folders)
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, list[str]]]:

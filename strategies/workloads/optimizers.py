@@ -97,16 +97,13 @@ def kept_states(
         for stand_in in stand_ins:
             stand_in.grad = torch.ones_like(stand_in)
         optimizer.step()
-        kept = [_tensors_of(optimizer.state.get(stand_in, {})) for stand_in in stand_ins]
+        values = [optimizer.state.get(stand_in, {}).values() for stand_in in stand_ins]
     except Exception as error:  # a user's function may do anything with what it is given
         return KeptStates("unknown", 2, 8.0, f"optimizer state assumed as Adam's 8 bytes per parameter ({error})")
+    kept = [[one for one in some if isinstance(one, torch.Tensor) and one.dim()] for some in values]
     own = (sum(state.shape == stand_in.shape for state in some) for stand_in, some in zip(stand_ins, kept, strict=True))
     size = sum(state.numel() * state.element_size() for some in kept for state in some)
     return KeptStates(type(optimizer).__name__, max(own, default=0), size / max(sum(map(torch.numel, stand_ins)), 1))
-
-
-def _tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
-    return [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
 
 
 def rebuild_over(

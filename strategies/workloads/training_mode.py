@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-EVERYTHING_TRAINS = "the model was in evaluation mode as a whole, so all of it was set to training mode"
-
 
 def enter_training_mode(model: nn.Module) -> str | None:
     """Sets a model to training mode, and leaves alone what the user set to evaluation mode inside it.
@@ -31,7 +29,7 @@ def enter_training_mode(model: nn.Module) -> str | None:
     if model.training:
         return None
     model.train()
-    return EVERYTHING_TRAINS
+    return "the model was in evaluation mode as a whole, so all of it was set to training mode"
 
 
 def caching_configs(model: nn.Module) -> list[Any]:
