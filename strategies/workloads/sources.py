@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -313,8 +314,6 @@ def _of_users(spec: WorkloadSpec) -> Workload:
 
 
 def _call_function(spec: WorkloadSpec) -> Workload:
-    import inspect
-
     from autoplan.strategies.workloads.workload import Workload
 
     function = import_function(spec.reference)

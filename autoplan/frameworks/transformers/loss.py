@@ -272,8 +272,7 @@ class TrainerSchedule:
 
 def is_scaled(parts: Any, items: Any) -> bool:
     """Whether the Trainer takes the loss as divided by the items of the whole step; else it divides by accumulation."""
-    said = getattr(type(parts), "loss_is_scaled_for_ga", None)
-    said = vars(parts).get("loss_is_scaled_for_ga", said)
+    said = getattr(parts, "loss_is_scaled_for_ga", None)
     if said is not None:
         return bool(said)
     return (parts.model_accepts_loss_kwargs and items is not None) or parts.compute_loss_func is not None

@@ -6,6 +6,8 @@ In: a dataset, a DataLoader, a function that gives one of them, or `file.py:func
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,9 +94,6 @@ def spec_of_object(value: Any) -> LoaderSpec:
     Raises:
         WorkloadError: it is none of them, or cannot be pickled.
     """
-    import functools
-    import inspect
-
     from autoplan.strategies.workloads.objects import pack_objects
 
     is_function = inspect.isroutine(value) or isinstance(value, functools.partial)
