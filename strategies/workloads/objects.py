@@ -25,7 +25,7 @@ from autoplan.strategies.workloads.language_model import CausalHead, causal_loss
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
 from autoplan.strategies.workloads.pickling import dumps, load
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count
-from autoplan.strategies.workloads.user_errors import refuse_lazy
+from autoplan.strategies.workloads.user_errors import failing_as, refuse_lazy
 from autoplan.strategies.workloads.workload import LossSum, Workload
 from autoplan.units import format_bytes
 
@@ -276,16 +276,12 @@ def unpack_objects(payload: str, what: str) -> Any:
         WorkloadError: it does not load here; `what` names it.
     """
     kind, _, text = payload.partition(":")
-    try:
+    hint = "Define them in the script itself or in an importable module."
+    with failing_as(f"{what} do not load in another process", hint):
         if kind == "file":
             with open(text, "rb") as file:  # not as bytes first, which would take as much memory again
                 return load(file)
         return load(io.BytesIO(base64.b64decode(text)))
-    except Exception as error:
-        raise WorkloadError(
-            f"{what} do not load in another process: {type(error).__name__}: {error}",
-            hint="Define them in the script itself or in an importable module.",
-        ) from error
 
 
 def pack_objects(objects: Any, identity: str, *, what: str, hint: str) -> str:
@@ -294,12 +290,8 @@ def pack_objects(objects: Any, identity: str, *, what: str, hint: str) -> str:
     Raises:
         WorkloadError: they cannot be pickled; `what` names them, and `hint` says what to do.
     """
-    try:
+    with failing_as(f"{what} cannot be sent to another process", hint):
         data = dumps(objects)
-    except Exception as error:
-        raise WorkloadError(
-            f"{what} cannot be sent to another process: {type(error).__name__}: {error}", hint=hint
-        ) from error
     if len(data) <= _INLINE_BYTES:
         return "inline:" + base64.b64encode(data).decode()
     import platformdirs

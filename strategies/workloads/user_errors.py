@@ -51,6 +51,17 @@ def users_call(call: str, hint: str) -> Iterator[None]:
         raise user_error(error, call, hint) from error
 
 
+@contextlib.contextmanager
+def failing_as(words: str, hint: str) -> Iterator[None]:
+    """Around what may fail: what it raises is said after the words; a WorkloadError stays as it is."""
+    try:
+        yield
+    except WorkloadError:
+        raise
+    except Exception as error:
+        raise WorkloadError(f"{words}: {type(error).__name__}: {error}", hint=hint) from error
+
+
 def refuse_lazy(model: nn.Module, what: str) -> None:
     """Raises WorkloadError for a model whose parameters have no shapes before its first forward (nn.LazyLinear)."""
     tensors = (*model.named_parameters(), *model.named_buffers())

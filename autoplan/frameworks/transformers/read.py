@@ -11,7 +11,6 @@ import copy
 import functools
 import itertools
 import pickle
-from collections.abc import Callable
 from typing import Any, cast
 
 import cloudpickle
@@ -36,6 +35,7 @@ from autoplan.strategies.workloads.own_setting import (
     own_setting,
 )
 from autoplan.strategies.workloads.randomness import generators_kept
+from autoplan.strategies.workloads.user_errors import failing_as
 from autoplan.strategies.workloads.workload import Workload
 
 KNOWN_OVERRIDES = {
@@ -74,13 +74,18 @@ def read_training(trainer: Any) -> Workload:
     micro_batch = int(trainer._train_batch_size)
     loss = TrainerLoss(parts, micro_batches=max(1, global_batch // micro_batch), micro_batch=micro_batch)
     optimizer = make_optimizer(trainer)
+    with failing_as(
+        f"the optimizer {type(optimizer).__name__} cannot be made over other parameters",
+        "Trials train copies of the model. Search with optim='adamw_torch'; its memory and time differ.",
+    ):
+        build_optimizer = rebuild_over(optimizer, trainable(model))
     schedule, said = _schedule(trainer, parts, steps_of_training(trainer))
     return Workload(
         name=f"{type(trainer).__name__} of {_model_name(model)}",
         build_model=functools.partial(copy_model, model),
         make_batch=batches,
         loss=loss,
-        build_optimizer=_remade(optimizer, model),
+        build_optimizer=build_optimizer,
         global_batch=global_batch,
         max_grad_norm=float(args.max_grad_norm) if args.max_grad_norm and args.max_grad_norm > 0 else None,
         build_schedule=schedule,
@@ -160,14 +165,9 @@ def make_optimizer(trainer: Any) -> torch.optim.Optimizer:
     twin = copy.copy(trainer)
     if twin.optimizer is not None:
         return at_the_start(twin.optimizer)
-    try:
+    what = f"the optimizer {trainer.args.optim} of the {type(trainer).__name__} cannot be made"
+    with failing_as(what, "Does trainer.create_optimizer() work by itself?"):
         made = twin.create_optimizer() or twin.optimizer  # some set it, and return nothing
-    except Exception as error:
-        raise WorkloadError(
-            f"the optimizer {trainer.args.optim} of the {type(trainer).__name__} cannot be made: "
-            f"{type(error).__name__}: {error}",
-            hint="Does trainer.create_optimizer() work by itself?",
-        ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise WorkloadError(
             f"create_optimizer() gave {type(made).__name__}, which is no torch.optim.Optimizer",
@@ -315,20 +315,6 @@ def _without_numbers(model: nn.Module, device: torch.device, mode: FakeTensorMod
     return memo
 
 
-def _remade(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[Any], torch.optim.Optimizer]:
-    """A function that makes the optimizer over the parameters of a copy of the model."""
-    try:
-        return rebuild_over(optimizer, trainable(model))  # it makes one
-    except WorkloadError:
-        raise
-    except Exception as error:
-        raise WorkloadError(
-            f"the optimizer {type(optimizer).__name__} cannot be made over other parameters: "
-            f"{type(error).__name__}: {error}",
-            hint="Trials train copies of the model. Search with optim='adamw_torch'; its memory and time differ.",
-        ) from error
-
-
 def _schedule(trainer: Any, parts: Any, steps: int) -> tuple[Any, list[str]]:
     """A function that makes the schedule (None: the rate is constant), and sentences for the user."""
     given = trainer.lr_scheduler
@@ -386,13 +372,11 @@ def _refuse_uncopyable(model: nn.Module) -> None:
     method = quantizer_of(model)
     if method is None:
         return
-    try:
+    with failing_as(
+        f"the model's weights are quantised ({method}), and cannot be copied",
+        "Trials train copies. Search the same model without quantisation; memory and time will differ.",
+    ):
         copy_model(model)
-    except Exception as error:
-        raise WorkloadError(
-            f"the model's weights are quantised ({method}), and cannot be copied: {type(error).__name__}: {error}",
-            hint="Trials train copies. Search the same model without quantisation; memory and time will differ.",
-        ) from error
 
 
 def _refuse_unknown_loops(trainer: Any) -> None:

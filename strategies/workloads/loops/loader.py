@@ -29,7 +29,7 @@ from autoplan.strategies.workloads.loading.order import is_shard, sampler_of, sp
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.randomness import seeded
 from autoplan.strategies.workloads.samples import MicroBatches, SampleBatch, sample_size
-from autoplan.strategies.workloads.user_errors import user_error
+from autoplan.strategies.workloads.user_errors import failing_as, user_error
 
 SAMPLES_OF_ORDER = 1 << 16
 """So many samples of the loader's order are kept for trials, or BATCHES_OF_ORDER global batches if that is more."""
@@ -326,13 +326,9 @@ def _indices(loader: DataLoader[Any], seed: int) -> Iterator[int]:
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator) and id(generator) not in memo:
             memo[id(generator)] = generator.clone_state()
-    try:
+    hint = "Trials need its order without taking it from the training. " + OWN_BATCHES
+    with failing_as(f"the sampler {type(sampler_of(loader)).__name__} cannot be copied", hint):
         batch_sampler = copy.deepcopy(loader.batch_sampler, memo)
-    except Exception as error:
-        raise WorkloadError(
-            f"the sampler {type(sampler_of(loader)).__name__} cannot be copied: {type(error).__name__}: {error}",
-            hint="Trials need its order without taking it from the training. " + OWN_BATCHES,
-        ) from error
     _refuse_shard(loader)
     numbers = DataLoader(
         cast(Any, _Numbers(len(cast(Sized, loader.dataset)))),
