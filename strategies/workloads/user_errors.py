@@ -10,7 +10,6 @@ import dataclasses
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -88,20 +87,12 @@ def with_checked_batches(workload: Workload) -> Workload:
     Args:
         workload: As the user's function or objects gave it.
     """
-    return dataclasses.replace(workload, make_batch=_CheckedBatches(workload.make_batch, workload.name))
+    make_batch, name = workload.make_batch, workload.name
 
-
-@dataclasses.dataclass(frozen=True)
-class _CheckedBatches:
-    """A make_batch around the user's own."""
-
-    make_batch: Any
-    name: str
-
-    def __call__(self, num_samples: int, index: int) -> Batch:
-        call = f"make_batch({num_samples}, {index}) of {self.name}"
+    def checked(num_samples: int, index: int) -> Batch:
+        call = f"make_batch({num_samples}, {index}) of {name}"
         with users_call(call, BATCH_RULE):
-            batch = self.make_batch(num_samples, index)
+            batch = make_batch(num_samples, index)
         try:
             size = batch_size(batch)
         except WorkloadError as error:
@@ -109,3 +100,5 @@ class _CheckedBatches:
         if size != num_samples:
             raise WorkloadError(f"{call} gave {size} samples, not {num_samples}", hint=BATCH_RULE)
         return batch
+
+    return dataclasses.replace(workload, make_batch=checked)
