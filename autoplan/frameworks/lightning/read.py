@@ -209,8 +209,7 @@ def read_module(
     twin = _set_up(copy_model(module, facts))
     loader = check_loader(_loader_of(twin, data, facts), "train_dataloader()")
     steps = accumulation * processes
-    batches, found = read_loader(loader, global_batch=global_batch or (lambda size: size * steps), seed=seed)
-    samples = global_batch or found.batch_size * steps
+    batches, found = read_loader(loader, batches_per_step=steps, global_batch=global_batch, seed=seed)
     facts = _with_length(facts, trainer, found.samples // (found.batch_size * processes))
     twin.trainer = facts
     optimizer, own_schedule, said, frequency = read_optimizers(twin, facts.num_training_batches, accumulation)
@@ -223,7 +222,6 @@ def read_module(
         loss_mean=loss_mean,
         sum_divided="Lightning divides it by the accumulation and the devices, which a plan may change",
         optimizer=rebuild_over(at_the_start(optimizer), trainable(twin)),
-        global_batch=samples,
         schedule=own_schedule if schedule is None else schedule,
         max_grad_norm=clip if max_grad_norm is None else max_grad_norm,
         name=name or type(module).__name__,
@@ -232,8 +230,8 @@ def read_module(
     )
     where = "the Trainer's" if trainer is not None else "no Trainer was given:"
     notes = (
-        f"global batch {samples} samples: batches of {found.batch_size}, {where} accumulation {accumulation}, devices "
-        f"{processes}",
+        f"global batch {found.global_batch} samples: batches of {found.batch_size}, {where} accumulation "
+        f"{accumulation}, devices {processes}",
         *measured,
         *said,
         *_notes(module, trainer),

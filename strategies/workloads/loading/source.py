@@ -82,10 +82,8 @@ def spec_of_text(text: str, *, arguments: Sequence[str] = ()) -> LoaderSpec:
     if not NAMED.fullmatch(text):
         raise WorkloadError(f"the loader is {text!r}", hint=WHAT_IT_IS)
     path, function = check_function(text)
-    files = local_sources(path)
-    identity = digest([files, function, list(arguments)])
-    reference = f"{path}:{function}"
-    return LoaderSpec(kind="function", reference=reference, arguments=tuple(arguments), identity=identity)
+    identity = digest([local_sources(path), function, list(arguments)])
+    return LoaderSpec(kind="function", reference=f"{path}:{function}", arguments=tuple(arguments), identity=identity)
 
 
 def spec_of_object(value: Any) -> LoaderSpec:

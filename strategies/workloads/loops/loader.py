@@ -12,7 +12,7 @@ import copy
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -179,12 +179,14 @@ class LoaderFacts:
 
     Attributes:
         batch_size: Samples of one of its batches.
+        global_batch: Samples per optimizer step.
         samples: Of an epoch, whole batches only.
         left_over: Samples of a last, smaller batch of each epoch.
         has_workers: It loads in processes of its own, which trials don't.
     """
 
     batch_size: int
+    global_batch: int
     samples: int
     left_over: int
     has_workers: bool
@@ -221,13 +223,14 @@ def check_loader(loader: Any, what: str = "dataloader") -> DataLoader[Any]:
 
 
 def read_loader(
-    loader: DataLoader[Any], *, global_batch: int | Callable[[int], int], seed: int
+    loader: DataLoader[Any], *, batches_per_step: int, global_batch: int | None, seed: int
 ) -> tuple[OrderedBatches, LoaderFacts]:
     """The batches of a DataLoader, and what it says.
 
     Args:
         loader: As `check_loader` gives it.
-        global_batch: Samples per optimizer step; or a function that gives them for the loader's batch size.
+        batches_per_step: Batches of the loader per optimizer step.
+        global_batch: Samples per optimizer step; None: those of these batches.
         seed: For a sampler that draws from torch's own generator: the order is then that of a loop which calls
             `torch.manual_seed(seed)` and goes over the loader.
 
@@ -236,7 +239,7 @@ def read_loader(
             keep the number of samples.
     """
     size = _batch_size(loader, seed)
-    samples_per_step = global_batch(size) if callable(global_batch) else global_batch
+    samples_per_step = global_batch or size * batches_per_step
     most = max(SAMPLES_OF_ORDER, BATCHES_OF_ORDER * samples_per_step)
     order = tuple(itertools.islice(_indices(loader, seed), most))
     epoch = _epoch_samples(loader, len(order), whole=len(order) < most)
@@ -250,6 +253,7 @@ def read_loader(
     batches = _batches(loader, kept, seed)
     facts = LoaderFacts(
         batch_size=size,
+        global_batch=samples_per_step,
         samples=epoch - epoch % size,
         left_over=epoch % size,
         has_workers=loader.num_workers > 0,

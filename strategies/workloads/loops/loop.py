@@ -127,10 +127,9 @@ def read_loop(
     """
     parts = unwrap_loop(model, optimizer, dataloader, accelerator=accelerator)
     batches, facts = read_loader(
-        parts.loader, global_batch=global_batch or (lambda size: size * parts.accumulation), seed=seed
+        parts.loader, batches_per_step=parts.accumulation, global_batch=global_batch, seed=seed
     )
-    step_samples = global_batch or facts.batch_size * parts.accumulation
-    steps_per_epoch = max(facts.samples // step_samples, 1)
+    steps_per_epoch = max(facts.samples // facts.global_batch, 1)
     build_optimizer = rebuild_over(at_the_start(parts.optimizer), trainable(parts.model))
     workload, said = measured_workload(
         parts.model,
@@ -138,9 +137,8 @@ def read_loop(
         batches,
         facts,
         loss_mean=loss_mean,
-        sum_divided=_sum_divided(parts, step_samples, facts.batch_size),
+        sum_divided=_sum_divided(parts, facts),
         optimizer=build_optimizer,
-        global_batch=step_samples,
         schedule=by_interval(read_schedule(schedule, parts.optimizer), schedule_interval, steps_per_epoch),
         max_grad_norm=max_grad_norm,
         name=name,
@@ -164,7 +162,6 @@ def measured_workload(
     facts: LoaderFacts,
     *,
     loss_mean: LossMean | None,
-    global_batch: int,
     seed: int,
     sum_divided: str | None,
     **fields: Any,
@@ -178,7 +175,6 @@ def measured_workload(
         loss: Gives a scalar mean, or a LossSum.
         batches, facts: As `read_loader` gives them.
         loss_mean: See `read_loop`.
-        global_batch: Samples per optimizer step.
         seed: For weights, batches and dropout.
         sum_divided: See `read_loss`.
         fields: optimizer, schedule, max_grad_norm, name, sequence_length: see `workload_from_objects`.
@@ -187,13 +183,13 @@ def measured_workload(
         WorkloadError: no plan can keep the loss, or a step has no whole batches of the loop where it must.
     """
     loss_sum, count = read_loss(
-        loss, model, batches, seed=seed, mean=loss_mean, global_batch=global_batch, sum_divided=sum_divided
+        loss, model, batches, seed=seed, mean=loss_mean, global_batch=facts.global_batch, sum_divided=sum_divided
     )
     padding, carried = across_samples(loss_sum, model, batches, seed=seed)
     fixed = loss_mean == "batches" or has_batch_norm(model) or padding is not None or carried is not None
-    if fixed and global_batch % facts.batch_size:
+    if fixed and facts.global_batch % facts.batch_size:
         raise WorkloadError(
-            f"the global batch of {global_batch} is no whole number of the loop's batches of {facts.batch_size}",
+            f"the global batch of {facts.global_batch} is no whole number of the loop's batches of {facts.batch_size}",
             hint='With BatchNorm, with loss_mean="batches", and where padding or an earlier batch changes the '
             "gradients, a step takes whole batches of the DataLoader.",
         )
@@ -201,7 +197,7 @@ def measured_workload(
         model=on_cpu(model),
         make_batch=batches,
         loss=loss_sum,
-        global_batch=global_batch,
+        global_batch=facts.global_batch,
         fixed_micro_batch=facts.batch_size if fixed else None,
         seed=seed,
         **fields,
@@ -211,14 +207,14 @@ def measured_workload(
     return workload, _describe_data(facts, workload, count, why)
 
 
-def _sum_divided(parts: LoopParts, step_samples: int, batch_samples: int) -> str | None:
+def _sum_divided(parts: LoopParts, facts: LoaderFacts) -> str | None:
     """Why a loop divides the sum of a batch by something, or may do so; None: its step is one batch."""
     if parts.accumulation > 1:
         return f"accelerator.backward divides it by the accumulation of {parts.accumulation}"
-    if step_samples != batch_samples:
+    if facts.global_batch != facts.batch_size:
         return (
-            f"a step of {step_samples} samples is not one of the DataLoader's batches of {batch_samples}, of which the "
-            "loop may divide each"
+            f"a step of {facts.global_batch} samples is not one of the DataLoader's batches of {facts.batch_size}, of "
+            "which the loop may divide each"
         )
     return None
 
