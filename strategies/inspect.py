@@ -12,22 +12,46 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
+import torch
+from torch import nn
+
+from autoplan.errors import DeviceError, UsageError, WorkloadError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import is_out_of_memory, machine_trouble
-from autoplan.record import Record
-from autoplan.strategies.analysis.facts import Choices, Dependence, ParallelFacts, WorkloadFacts, limited
+from autoplan.strategies.analysis.additivity import measure_additivity
+from autoplan.strategies.analysis.facts import (
+    LOSS_PHASE,
+    Choices,
+    Dependence,
+    Inspection,
+    ParallelFacts,
+    WorkloadFacts,
+    limited,
+)
+from autoplan.strategies.analysis.pipeline_trace import trace_pipeline
+from autoplan.strategies.analysis.structure import Structure, disable_dropout, find_structure, language_models
+from autoplan.strategies.analysis.tensor_plans import find_tensor_plan
+from autoplan.strategies.analysis.training_facts import read_training_facts
+from autoplan.strategies.prepare import STRATEGIES
+from autoplan.strategies.techniques.attention import attention_dropout
+from autoplan.strategies.workloads.batch import move_batch
+from autoplan.strategies.workloads.carried import carried_state
+from autoplan.strategies.workloads.counting import find_counted, look_at_sizes
+from autoplan.strategies.workloads.data_files import DataFiles, watch_data_files
+from autoplan.strategies.workloads.devices import is_elsewhere, move_to_meta
+from autoplan.strategies.workloads.digests import digest
+from autoplan.strategies.workloads.fingerprint import fingerprints_of
+from autoplan.strategies.workloads.loops.step import time_step
+from autoplan.strategies.workloads.objects import digests_of
+from autoplan.strategies.workloads.optimizers import check_optimizer, follows_an_instance, kept_states, trainable
+from autoplan.strategies.workloads.randomness import seeded_build
+from autoplan.strategies.workloads.sources import load_workload
 from autoplan.strategies.workloads.spec import WorkloadSpec
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from autoplan.strategies.analysis.structure import MicroBatchDependent, Structure
-    from autoplan.strategies.workloads.data_files import DataFiles
-    from autoplan.strategies.workloads.workload import Workload
-
+from autoplan.strategies.workloads.training_mode import enter_training_mode
+from autoplan.strategies.workloads.user_errors import refuse_lazy, user_error, users_call, with_checked_batches
+from autoplan.strategies.workloads.workload import Workload
 
 SMALL_PARAMETERS = 10_000_000
 """Models up to this size are looked at on one thread."""
@@ -35,40 +59,13 @@ SMALL_PARAMETERS = 10_000_000
 LARGEST_RUN_PARAMETERS = 200_000_000
 """Models up to this size are run once, on two short samples, to look at their loss."""
 
-FUNCTIONS = {
-    "load": "the workload's own function or file",
-    "build_model": "build_model()",
-    "make_batch": "make_batch(2, 0)",
-    "facts": "build_optimizer(parameters)",
-    "loss": "loss(model, batch) of two samples",
-}
-"""The phases of an inspection, and the function of the user's that runs in each."""
-
 LIBRARIES = ("transformers", "peft", "trl", "accelerate", "diffusers", "timm", "torchvision", "einops")
 """Packages whose modules start nothing when they are imported: what the workload imports of them, every later rank does
 too, so the zygote imports it once."""
 
-LOSS_PHASE = "loss"
-"""The last phase. The facts are reported before it: where it takes too much memory, they are still known."""
-
 
 def _ignore(_: Any) -> None:
     """Where nobody asks for the phases."""
-
-
-class Inspection(Record):
-    """The answer of a rank: facts about the workload, or the user's error; and what it imported of LIBRARIES."""
-
-    facts: WorkloadFacts | None = None
-    imported: tuple[str, ...] = ()
-    error_code: str | None = None
-    error: str | None = None
-    hint: str | None = None
-
-    @property
-    def met_no_values(self) -> bool:
-        """Whether the error may come of a tensor without values that an earlier phase left in a package's globals."""
-        return any(word in (self.error or "") for word in ("meta", "FakeTensor"))
 
 
 def run_inspect_rank(
@@ -110,20 +107,6 @@ def _installed(modules: Iterable[str]) -> tuple[str, ...]:
     return tuple(filter(is_installed, modules))
 
 
-def read_inspection(result: Any) -> WorkloadFacts:
-    """The facts in what run_inspect_rank gave back: a record, or its JSON form.
-
-    Raises:
-        WorkloadError, ConfigError, UsageError, DeviceError: as the rank met them.
-    """
-    inspection = Inspection.model_validate(result)
-    if inspection.facts is not None:
-        return inspection.facts
-    kinds = {kind.code: kind for kind in (WorkloadError, ConfigError, DeviceError)}
-    kind = kinds.get(inspection.error_code or "", UsageError)
-    raise kind(inspection.error or "the workload cannot be inspected", hint=inspection.hint)
-
-
 def inspect_workload(
     spec: WorkloadSpec,
     hardware: HardwareProfile,
@@ -149,13 +132,6 @@ def inspect_workload(
     Raises:
         WorkloadError: its functions fail or return the wrong thing, or its model trains nothing.
     """
-    from autoplan.strategies.analysis.structure import find_structure
-    from autoplan.strategies.prepare import STRATEGIES
-    from autoplan.strategies.workloads.data_files import watch_data_files
-    from autoplan.strategies.workloads.devices import is_elsewhere
-    from autoplan.strategies.workloads.loops.step import time_step
-    from autoplan.strategies.workloads.sources import load_workload
-
     runs_on = "cpu" if is_elsewhere(device) else device
     with watch_data_files() as data:
         phase("load")
@@ -163,7 +139,7 @@ def inspect_workload(
         phase("build_model")
         model = build_on_meta(workload, real=real)
         phase("make_batch")
-        batch = check_batch(workload)
+        batch = with_checked_batches(workload).make_batch(2, 0)
         counting = _what_is_counted(spec, workload, batch, model)
     phase("facts")
     structure = find_structure(model)
@@ -218,8 +194,6 @@ def inspect_workload(
 @contextlib.contextmanager
 def _enough_threads(model: nn.Module) -> Iterator[None]:
     """One thread for a small model: more would wait for each other, above all beside other work."""
-    import torch
-
     threads = torch.get_num_threads()
     if sum(parameter.numel() for parameter in model.parameters()) <= SMALL_PARAMETERS:
         torch.set_num_threads(1)
@@ -241,13 +215,6 @@ def build_on_meta(workload: Workload, *, real: bool = False) -> nn.Module:
     Raises:
         WorkloadError: build_model fails, gives no module, or one whose parameters have no shapes yet.
     """
-    import torch
-    from torch import nn
-
-    from autoplan.strategies.workloads.devices import move_to_meta
-    from autoplan.strategies.workloads.training_mode import enter_training_mode
-    from autoplan.strategies.workloads.user_errors import refuse_lazy
-
     try:
         with contextlib.nullcontext() if real else torch.device("meta"):
             model = workload.build_model()
@@ -273,8 +240,6 @@ def build_on_meta(workload: Workload, *, real: bool = False) -> nn.Module:
 
 
 def _build_on(workload: Workload, device: str = "cpu") -> nn.Module:
-    from autoplan.strategies.workloads.user_errors import users_call
-
     what = f"build_model() of {workload.name}"
     with users_call(what, "It makes the model, without arguments; call it by itself."):
         model = workload.build_model()
@@ -283,7 +248,7 @@ def _build_on(workload: Workload, device: str = "cpu") -> nn.Module:
 
 def find_dependent_loss(
     workload: Workload, model: nn.Module, device: str, *, seeds: bool
-) -> tuple[tuple[MicroBatchDependent, ...], bool]:
+) -> tuple[tuple[Dependence, ...], bool]:
     """Runs the loss of a user's own function on two samples, to see whether it is a sum over samples, and draws noise.
 
     A model that is too large for that is left to the parity check, which looks too.
@@ -300,16 +265,6 @@ def find_dependent_loss(
     Raises:
         WorkloadError: the loss fails or returns the wrong thing.
     """
-    import torch
-
-    from autoplan.strategies.analysis.additivity import measure_additivity
-    from autoplan.strategies.analysis.structure import MicroBatchDependent, disable_dropout
-    from autoplan.strategies.workloads.batch import move_batch
-    from autoplan.strategies.workloads.carried import carried_state
-    from autoplan.strategies.workloads.randomness import seeded_build
-    from autoplan.strategies.workloads.training_mode import enter_training_mode
-    from autoplan.strategies.workloads.user_errors import user_error
-
     if sum(parameter.numel() for parameter in model.parameters()) > LARGEST_RUN_PARAMETERS:
         return (), False
     with seeded_build(workload.seed):
@@ -322,8 +277,9 @@ def find_dependent_loss(
         found = measure_additivity(workload, real, torch.device(device), noise=False, seeds=seeds)
         if found.additive or (found.padding is None and not found.deterministic):
             carried = carried_state(workload.loss, real, workload.make_batch, torch.device(device), seed=workload.seed)
-            dependent = () if carried is None else (MicroBatchDependent(**carried._asdict()),)
-            return dependent, not found.deterministic
+            if carried is None:
+                return (), not found.deterministic
+            return (Dependence(module=carried.name, kind=carried.kind, why=carried.why),), not found.deterministic
     except WorkloadError:
         raise
     except Exception as error:
@@ -337,13 +293,11 @@ def find_dependent_loss(
         ) from error
     words = getattr(workload.loss, "describe_dependence", None)  # of a loss that the user did not write as a LossSum
     why = found.describe() if words is None else words(found.describe())
-    return (MicroBatchDependent(name="loss", kind="Workload.loss", why=why),), not found.deterministic
+    return (Dependence(module="loss", kind="Workload.loss", why=why),), not found.deterministic
 
 
 def _what_is_counted(spec: WorkloadSpec, workload: Workload, batch: Any, model: nn.Module) -> dict[str, Any]:
     """The fields of a spec that say what throughput counts, and how the batches of a user's own function vary."""
-    from autoplan.strategies.workloads.counting import find_counted, look_at_sizes
-
     counted = find_counted(workload, batch, model)
     own = spec.kind in ("function", "object")
     sizes = look_at_sizes(workload, counted) if own else None
@@ -352,10 +306,6 @@ def _what_is_counted(spec: WorkloadSpec, workload: Workload, batch: Any, model: 
 
 def _what_is_hashed(spec: WorkloadSpec, workload: Workload, data: DataFiles) -> dict[str, Any]:
     """The fields of a spec that can be known only now: the pieces of a function's workload, and its data files."""
-    from autoplan.strategies.workloads.digests import digest
-    from autoplan.strategies.workloads.fingerprint import fingerprints_of
-    from autoplan.strategies.workloads.objects import digests_of
-
     if spec.kind not in ("function", "object"):
         return {}
     sources = dict(spec.sources)
@@ -369,24 +319,9 @@ def _what_is_hashed(spec: WorkloadSpec, workload: Workload, data: DataFiles) -> 
     return fields
 
 
-def check_batch(workload: Workload) -> Any:
-    """Makes a batch of two samples (see `user_errors.with_checked_batches`), and returns it.
-
-    Raises:
-        WorkloadError: make_batch fails, or does not give as many samples as it was asked for.
-    """
-    from autoplan.strategies.workloads.user_errors import with_checked_batches
-
-    return with_checked_batches(workload).make_batch(2, 0)
-
-
 def _facts(
     spec: WorkloadSpec, workload: Workload, model: nn.Module, structure: Structure, choices: list[Choices]
 ) -> WorkloadFacts:
-    from autoplan.strategies.analysis.structure import language_models
-    from autoplan.strategies.analysis.training_facts import read_training_facts
-    from autoplan.strategies.techniques.attention import attention_dropout
-    from autoplan.strategies.workloads.optimizers import kept_states, trainable
 
     # of a model inside a module of the user's own, the one that trains
     trained = (inner for inner in language_models(model) if any(p.requires_grad for p in inner.parameters()))
@@ -411,9 +346,7 @@ def _facts(
         optimizer=type(optimizer).__name__,
         optimizer_states=kept_states(workload.build_optimizer, trainable(model)).tensors,
         tied=structure.tied,
-        micro_batch_dependent=tuple(
-            Dependence(module=found.name, kind=found.kind, why=found.why) for found in structure.micro_batch_dependent
-        ),
+        micro_batch_dependent=structure.micro_batch_dependent,
         fixed_micro_batch=workload.fixed_micro_batch,
         choices=tuple(choices),
         training=read_training_facts(workload, model),
@@ -421,8 +354,6 @@ def _facts(
 
 
 def _check_optimizer(workload: Workload, model: nn.Module) -> None:
-    from autoplan.strategies.workloads.optimizers import check_optimizer, trainable
-    from autoplan.strategies.workloads.user_errors import users_call
 
     what = f"build_optimizer(parameters) of {workload.name}"
     with users_call(what, "It makes a torch.optim.Optimizer from the parameters that it is given."):
@@ -434,10 +365,6 @@ def _parallel_facts(
     spec: WorkloadSpec, model: nn.Module, structure: Structure, workload: Workload, *, noisy: bool
 ) -> ParallelFacts:
     """The tp and pp that the model allows; no pipeline if batches differ in size, or the optimizer is an instance."""
-    from autoplan.strategies.analysis.pipeline_trace import trace_pipeline
-    from autoplan.strategies.analysis.tensor_plans import find_tensor_plan
-    from autoplan.strategies.workloads.optimizers import follows_an_instance
-
     plan = find_tensor_plan(model, structure, workload.tensor_plan)
     trace = trace_pipeline(model, structure, workload)
     pp_reason = trace if isinstance(trace, str) else None

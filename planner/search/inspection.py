@@ -96,7 +96,7 @@ def inspect(
         BudgetEndedError: they took longer than the budget allows.
         NoFeasiblePlanError: they took more memory than a trial may take.
     """
-    from autoplan.strategies.inspect import FUNCTIONS, LOSS_PHASE, Inspection, read_inspection
+    from autoplan.strategies.analysis.facts import FUNCTIONS, LOSS_PHASE, Inspection, read_inspection
 
     spec = means.options.spec
     parallel = ranks > 1 or not means.options.fix.keys().isdisjoint(DEGREES)

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
+from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
 from autoplan.record import Record
 from autoplan.strategies.analysis.training_facts import TrainingFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
@@ -68,7 +69,7 @@ def limited(choices: Choices, knobs: Mapping[str, tuple[Any, ...] | None] | None
 
 
 class Dependence(Record):
-    """A module that ties the training to one micro-batch."""
+    """A module whose result for one sample depends on the other samples of its micro-batch."""
 
     module: str
     kind: str
@@ -125,3 +126,45 @@ class WorkloadFacts(Record):
             if choice.knob == name:
                 return choice
         raise KeyError(name)
+
+
+FUNCTIONS = {
+    "load": "the workload's own function or file",
+    "build_model": "build_model()",
+    "make_batch": "make_batch(2, 0)",
+    "facts": "build_optimizer(parameters)",
+    "loss": "loss(model, batch) of two samples",
+}
+"""The phases of an inspection, and the function of the user's that runs in each."""
+
+LOSS_PHASE = "loss"
+"""The last phase. The facts are reported before it: where it takes too much memory, they are still known."""
+
+
+class Inspection(Record):
+    """The answer of a rank: facts, or the user's error; and what it imported of `inspect.LIBRARIES`."""
+
+    facts: WorkloadFacts | None = None
+    imported: tuple[str, ...] = ()
+    error_code: str | None = None
+    error: str | None = None
+    hint: str | None = None
+
+    @property
+    def met_no_values(self) -> bool:
+        """Whether the error may come of a tensor without values that an earlier phase left in a package's globals."""
+        return any(word in (self.error or "") for word in ("meta", "FakeTensor"))
+
+
+def read_inspection(result: Any) -> WorkloadFacts:
+    """The facts in what `inspect.run_inspect_rank` gave back: a record, or its JSON form.
+
+    Raises:
+        WorkloadError, ConfigError, UsageError, DeviceError: as the rank met them.
+    """
+    inspection = Inspection.model_validate(result)
+    if inspection.facts is not None:
+        return inspection.facts
+    kinds = {kind.code: kind for kind in (WorkloadError, ConfigError, DeviceError)}
+    kind = kinds.get(inspection.error_code or "", UsageError)
+    raise kind(inspection.error or "the workload cannot be inspected", hint=inspection.hint)

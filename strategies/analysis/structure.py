@@ -14,20 +14,13 @@ from typing import Any
 
 from torch import nn
 
+from autoplan.strategies.analysis.facts import Dependence
+
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 MAIN_PART = 16
 """A list of blocks is a side part of one beside it that has so many times its parameters."""
 
 _DROPOUT_NAMES = ("dropout", "pdrop", "drop_prob", "drop_path", "drop_rate")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatchDependent:
-    """A module whose result for one sample depends on the other samples of its micro-batch."""
-
-    name: str
-    kind: str
-    why: str
 
 
 Stacks = tuple[tuple[tuple[str, nn.Module], ...], ...]
@@ -58,7 +51,7 @@ class Structure:
     head: tuple[str, nn.Module] | None
     attention: tuple[tuple[str, nn.Module], ...]
     tied: tuple[tuple[str, ...], ...]
-    micro_batch_dependent: tuple[MicroBatchDependent, ...]
+    micro_batch_dependent: tuple[Dependence, ...]
 
     @property
     def blocks(self) -> list[tuple[str, nn.Module]]:
@@ -311,20 +304,17 @@ def _attention(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _micro_batch_dependent(model: nn.Module) -> Iterator[MicroBatchDependent]:
+def _micro_batch_dependent(model: nn.Module) -> Iterator[Dependence]:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or not module.track_running_stats):
-            yield MicroBatchDependent(
-                name=name,
-                kind=type(module).__name__,
-                why="normalises with the mean and variance of its micro-batch",
-            )
+            why = "normalises with the mean and variance of its micro-batch"
+            yield Dependence(module=name, kind=type(module).__name__, why=why)
     for inner in language_models(model) or [model]:
         config = getattr(inner, "config", None)
         if not getattr(config, "output_router_logits", False) or not _trains(inner):
             continue
-        yield MicroBatchDependent(
-            name="config.output_router_logits",
+        yield Dependence(
+            module="config.output_router_logits",
             kind=type(config).__name__,
             why="adds the auxiliary loss of a mixture of experts, which is computed over a micro-batch",
         )

@@ -56,7 +56,7 @@ def describe_dependence(structure: Structure) -> str:
     first = structure.micro_batch_dependent[0]
     more = len(structure.micro_batch_dependent) - 1
     others = f" and {more} more like it" if more else ""
-    return f"{first.name} ({first.kind}){others} {first.why}"
+    return f"{first.module} ({first.kind}){others} {first.why}"
 
 
 def micro_batch_refusal(workload: Workload, structure: Structure) -> WorkloadError:

@@ -84,7 +84,7 @@ def test_published_models(name, blocks):
 def test_batch_norm_is_found_and_frozen_batch_norm_is_not():
     model = Classifier(norm=True)
     found = find_structure(model).micro_batch_dependent
-    assert [dependent.name for dependent in found] == [f"stages.{i}.{j}.norm" for i in (0, 1) for j in (0, 1)]
+    assert [dependent.module for dependent in found] == [f"stages.{i}.{j}.norm" for i in (0, 1) for j in (0, 1)]
     model.eval()
     assert not find_structure(model).micro_batch_dependent
 

@@ -11,9 +11,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoplan.errors import ConfigError, WorkloadError
 from autoplan.processes import Task
+from autoplan.strategies.analysis.facts import read_inspection
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.inspect import build_on_meta, inspect_workload, read_inspection, run_inspect_rank
+from autoplan.strategies.inspect import build_on_meta, inspect_workload, run_inspect_rank
 from autoplan.strategies.prepare import STRATEGIES, prepare
 from autoplan.strategies.techniques import allocator, checkpointing, compilation
 from autoplan.strategies.techniques.allocator import AllocatorStrategy

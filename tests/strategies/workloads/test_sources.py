@@ -98,7 +98,7 @@ def test_making_a_spec_loads_no_torch(function_file):
     code = (
         "import sys; from autoplan.strategies.workloads.sources import make_spec; make_spec(model='gpt2'); "
         f"make_spec(model={str(function_file) + ':workload'!r}); "
-        "from autoplan.strategies.inspect import WorkloadFacts; assert 'torch' not in sys.modules"
+        "from autoplan.strategies.analysis.facts import WorkloadFacts; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
