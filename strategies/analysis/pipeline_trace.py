@@ -57,7 +57,6 @@ class _HookRecord:
     shapes: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     inputs: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
-    flops: dict[str, float] = field(default_factory=dict)
 
 
 def trace_pipeline(model: nn.Module, structure: Structure, workload: Workload) -> PipelineTrace | str:
@@ -77,6 +76,11 @@ def trace_pipeline(model: nn.Module, structure: Structure, workload: Workload) -
     names = [name for name, _ in structure.blocks]
     notes = _HookRecord()
     inside = {part for block in names for part, _ in model.get_submodule(block).named_modules(prefix=block)}
+    owners = [
+        name
+        for name, module in model.named_modules()
+        if name not in inside and any(True for _ in module.parameters(recurse=False))
+    ]
     device = next(model.parameters()).device
     batch: Batch = workload.make_batch(1, 0)
     handles: list[Any] = []
@@ -84,7 +88,7 @@ def trace_pipeline(model: nn.Module, structure: Structure, workload: Workload) -
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
             if device.type == "meta":  # a loss may move what it holds (a reference model) to where the batch is
                 model, device = workload.build_model(), torch.device("cpu")
-            handles = _watch(model, names, inside, notes)
+            handles = _watch(model, names, owners, notes)
             fake = pytree.tree_map(
                 lambda leaf: mode.from_tensor(leaf.to(device)) if isinstance(leaf, torch.Tensor) else leaf, batch
             )
@@ -94,10 +98,10 @@ def trace_pipeline(model: nn.Module, structure: Structure, workload: Workload) -
     finally:
         for handle in handles:
             handle.remove()
-    return _read(model, structure, names, inside, notes)
+    return _read(model, structure, names, owners, notes)
 
 
-def _watch(model: nn.Module, names: list[str], inside: set[str], notes: _HookRecord) -> list[Any]:
+def _watch(model: nn.Module, names: list[str], owners: list[str], notes: _HookRecord) -> list[Any]:
     handles: list[Any] = []
 
     def enter_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -122,14 +126,13 @@ def _watch(model: nn.Module, names: list[str], inside: set[str], notes: _HookRec
         block = model.get_submodule(name)
         handles.append(block.register_forward_pre_hook(enter_block, with_kwargs=True))
         handles.append(block.register_forward_hook(leave_block))
-    for name, module in model.named_modules():
-        if name not in inside and any(True for _ in module.parameters(recurse=False)):
-            handles.append(module.register_forward_hook(watch_owner(name)))
+    for name in owners:
+        handles.append(model.get_submodule(name).register_forward_hook(watch_owner(name)))
     return handles
 
 
 def _read(
-    model: nn.Module, structure: Structure, names: list[str], inside: set[str], notes: _HookRecord
+    model: nn.Module, structure: Structure, names: list[str], owners: list[str], notes: _HookRecord
 ) -> PipelineTrace | str:
     if notes.entered != len(names) or notes.left != len(names):
         return f"its {len(names)} blocks ran {notes.entered} times in one forward"
@@ -147,11 +150,6 @@ def _read(
     if notes.inside:
         return f"{notes.inside[0]} has parameters, is outside the blocks and runs between them"
     called = {*notes.before, *notes.after}
-    owners = [
-        name
-        for name, module in model.named_modules()
-        if name not in inside and any(True for _ in module.parameters(recurse=False))
-    ]
     head = None if structure.head is None else structure.head[0]
     for name in owners:
         if name not in called and name != head:

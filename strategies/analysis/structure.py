@@ -1,4 +1,4 @@
-"""Finds the repeated blocks, embeddings, output head, attention modules and tied weights of any nn.Module.
+"""Finds the repeated blocks, embeddings, output head and tied weights of any nn.Module.
 
 Only structure is read, never a number, so a model on the meta device is enough.
 """
@@ -39,7 +39,6 @@ class Structure:
         embeddings: Modules that look tokens up.
         head: The output head of what trains: what the model names as such, or the last linear layer outside the
             blocks, tied to an embedding or widest of them.
-        attention: Modules that do attention, outermost first.
         tied: Groups of parameter names that are one tensor.
         micro_batch_dependent: Why the micro-batch is not free, module by module.
     """
@@ -49,7 +48,6 @@ class Structure:
     frozen_stacks: Stacks = ()
     embeddings: tuple[tuple[str, nn.Module], ...]
     head: tuple[str, nn.Module] | None
-    attention: tuple[tuple[str, nn.Module], ...]
     tied: tuple[tuple[str, ...], ...]
     micro_batch_dependent: tuple[Dependence, ...]
 
@@ -62,11 +60,6 @@ class Structure:
     def all_blocks(self) -> list[tuple[str, nn.Module]]:
         """The repeated blocks, then those of frozen stacks."""
         return [block for stack in (*self.stacks, *self.frozen_stacks) for block in stack]
-
-    @property
-    def main_stack(self) -> tuple[tuple[str, nn.Module], ...]:
-        """The stack with the most parameters; empty where the model repeats nothing."""
-        return max(self.stacks, key=lambda stack: sum(_size(module) for _, module in stack), default=())
 
 
 def find_structure(model: nn.Module) -> Structure:
@@ -81,7 +74,6 @@ def find_structure(model: nn.Module) -> Structure:
     inside = {id(part) for stack in (*stacks, *frozen) for _, block in stack for part in block.modules()}
     inside |= _frozen_parts(model, {id(block) for stack in frozen for _, block in stack})
     outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
-    tied = _tied(model)
     embeddings = tuple((name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding))
     return Structure(
         model=model,
@@ -89,8 +81,7 @@ def find_structure(model: nn.Module) -> Structure:
         frozen_stacks=frozen,
         embeddings=embeddings,
         head=_head(model, outside, embeddings, has_blocks=bool(stacks)),
-        attention=tuple(_attention(model)),
-        tied=tied,
+        tied=_tied(model),
         micro_batch_dependent=tuple(_micro_batch_dependent(model)),
     )
 
@@ -291,17 +282,6 @@ def language_models(model: nn.Module) -> list[Any]:
     if hasattr(model, "set_attn_implementation") and getattr(model, "config", None) is not None:
         return [model]
     return [found for child in model.children() for found in language_models(child)]
-
-
-def _attention(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    found: list[str] = []
-    for name, module in model.named_modules():
-        kind = type(module).__name__.lower()
-        is_attention = isinstance(module, nn.MultiheadAttention) or kind.endswith(("attention", "attn", "attention2"))
-        inner = any(name.startswith(outer + ".") for outer in found)
-        if is_attention and not inner and next(module.parameters(), None) is not None:
-            found.append(name)
-            yield name, module
 
 
 def _micro_batch_dependent(model: nn.Module) -> Iterator[Dependence]:

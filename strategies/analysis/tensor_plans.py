@@ -96,14 +96,14 @@ def find_tensor_plan(model: nn.Module, structure: Structure, own: Mapping[str, s
 
 def _complete(model: nn.Module, structure: Structure, styles: dict[str, str]) -> TensorPlan | str:
     regions = tuple(dict.fromkeys(name.rpartition(".")[0] for name in styles))
-    blocks = [name for name, _ in structure.main_stack]
+    blocks = [name for name, _ in structure.blocks]
     outside = [region for region in regions if not any(region.startswith(block + ".") for block in blocks)]
     if outside:
         return f"{outside[0]} lies outside the repeated blocks"
     for region in regions:
         if not any(styles[name] == "rowwise" for name in styles if name.rpartition(".")[0] == region):
             return f"{region} has split outputs and no rowwise projection that sums them"
-    for block, _ in structure.main_stack:
+    for block in blocks:
         reason = _unsplit_matrix(model, block, styles)
         if reason is not None:
             return reason
