@@ -98,9 +98,9 @@ class TrainingRun(Stepper):
     def forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """All micro-steps of a step: this rank's summed loss, its count, and what the backward divided by."""
         divisor = self.loss_divisor(batch)
-        if (engine := self._build.pipeline.engine) is not None:
+        if (run_pipeline := self._build.run_pipeline) is not None:
             with self._around_forward_and_backward():
-                total, count = engine.forward_backward(batch, self._loss_scale(divisor))
+                total, count = run_pipeline(batch, self._loss_scale(divisor))
             return total, count, divisor
         total, count = self.micro_steps(self.micro_batches(batch), divisor)
         return total, count, divisor

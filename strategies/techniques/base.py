@@ -13,7 +13,7 @@ from torch import nn
 from autoplan.errors import ConfigError
 from autoplan.probes import catalog
 from autoplan.probes.profile import HardwareProfile
-from autoplan.strategies.analysis.facts import Choices
+from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.config import PLAIN, TrainingConfig
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.workload import TrainingModule, Workload
@@ -66,21 +66,6 @@ class GradientReduction:
 
 
 @dataclass(kw_only=True)
-class PipelineBuild:
-    """Objects that the two steps of pipeline parallelism leave for each other and the run; empty without a pipeline.
-
-    Attributes:
-        tensor_plan: How the whole model is split over tp, made before the cut.
-        cut: Where the model is cut, and which stages are this rank's.
-        engine: Runs forward and backward of this rank's share of the batch; None: one micro-batch after another.
-    """
-
-    tensor_plan: TensorPlan | None = None
-    cut: PipelineCut | None = None
-    engine: StepEngine | None = None
-
-
-@dataclass(kw_only=True)
 class Build:
     """A training run while it is being put together. Each strategy's apply() changes one part of it.
 
@@ -94,7 +79,10 @@ class Build:
         scaler: The gradient scaler of fp16, else None.
         hooks: What surrounds each micro-step.
         gradients: How gradients are summed, finished and clipped.
-        pipeline: The parts of a pipeline.
+        tensor_plan: Of a pipeline over tp: how the whole model is split, made before the cut.
+        cut: Where the model is cut into stages, and which of them are this rank's; None: it is not cut.
+        run_pipeline: Runs forward and backward of this rank's share of the batch; None: one micro-batch after another.
+            In: the share, and what each summed loss is multiplied by. Out: the summed loss and the count.
     """
 
     workload: Workload
@@ -108,7 +96,9 @@ class Build:
     scaler: torch.amp.GradScaler | None = None
     hooks: MicroStepHooks = field(default_factory=MicroStepHooks)
     gradients: GradientReduction = field(default_factory=GradientReduction)
-    pipeline: PipelineBuild = field(default_factory=PipelineBuild)
+    tensor_plan: TensorPlan | None = None
+    cut: PipelineCut | None = None
+    run_pipeline: Callable[[Batch, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @property
     def training_module(self) -> TrainingModule:
@@ -117,12 +107,6 @@ class Build:
             if isinstance(module, TrainingModule):
                 return module
         raise AssertionError("a build always holds a TrainingModule")
-
-
-class StepEngine(Protocol):
-    """Runs the forward and backward of a whole step."""
-
-    def forward_backward(self, batch: Batch, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +134,12 @@ class Strategy(Protocol):
 
     name: str
 
-    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices: ...
+    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
+        """The plain value alone: others come with another technique, or with the degrees (`degrees.legal_degrees`)."""
+        return offer(self.name, (getattr(PLAIN, self.name),))
 
-    def apply(self, build: Build) -> None: ...
+    def apply(self, build: Build) -> None:
+        """Nothing: another technique applies it."""
 
 
 def compute_capability(hardware: HardwareProfile) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from autoplan.processes.compile_cache import use_own_cache
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.config import CUDAGRAPH_MODES, knob_values
-from autoplan.strategies.techniques.base import Build, check_applies
+from autoplan.strategies.techniques.base import Build, Strategy, check_applies
 from autoplan.strategies.workloads.devices import is_elsewhere
 from autoplan.strategies.workloads.workload import Workload
 
@@ -70,7 +70,7 @@ class CompilationStrategy:
             build.hooks.begin = torch.compiler.cudagraph_mark_step_begin
 
 
-class CompileModeStrategy:
+class CompileModeStrategy(Strategy):
     """The mode of torch.compile; applied by CompilationStrategy."""
 
     name = "compile_mode"
@@ -82,9 +82,6 @@ class CompileModeStrategy:
         tuning = "on CPU it times matmul templates against MKL at each compilation, for minutes"
         graphs = dict.fromkeys(CUDAGRAPH_MODES, "CUDA graphs need a CUDA device")
         return offer(self.name, ("default",), graphs | {"max-autotune-no-cudagraphs": tuning})
-
-    def apply(self, build: Build) -> None:
-        """Nothing by itself."""
 
 
 @functools.cache

@@ -14,26 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from autoplan.probes.profile import HardwareProfile
-from autoplan.strategies.analysis.facts import Choices, offer
-from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.base import Build, Strategy
 from autoplan.strategies.techniques.mesh import GlobalNormClipper, data_position, sum_over_axes
-from autoplan.strategies.workloads.workload import Workload
-
-# What the blocks' parameters are gathered in. The blocks' matmuls run in this type under autocast in any case; what
-# lies outside the blocks stays fp32, so that the residual stream does too.
-GATHER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from autoplan.strategies.techniques.precision import AUTOCAST_DTYPES
 
 
-class DataParallelStrategy:
+class DataParallelStrategy(Strategy):
     """Replicas (DDP), shards (FSDP2), or shards within replicas (HSDP)."""
 
     name = "dp_replicate"
-
-    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
-        """One rank; more ranks come from `techniques.degrees.legal_degrees`, which sees all degrees together."""
-        return offer(self.name, (1,))
 
     def apply(self, build: Build) -> None:
         """Wraps build.module and sets how gradients are synchronised, summed and clipped."""
@@ -43,31 +32,35 @@ class DataParallelStrategy:
         build.gradients.sum_over_ranks = lambda tensor: sum_over_axes(mesh, tensor, ("dp_replicate", "dp_shard"))
         build.gradients.clip = GlobalNormClipper(mesh, build.gradients.norm_weights)
         _, build.gradients.ranks = data_position(mesh)
-        if build.pipeline.cut is None:  # else each stage is wrapped by PipelineEngineStrategy
+        if build.cut is None:  # else each stage is wrapped by PipelineEngineStrategy
             build.module = wrap_data_parallel(build, mesh, [build.module])[0]
 
 
 def wrap_data_parallel(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Wraps what a step calls, one module or one per pipeline stage of this rank, and sets hooks.set_sync."""
-    if build.config.dp == 1:
-        return list(modules)
-    return apply_ddp(build, mesh, modules) if uses_ddp(build) else apply_fsdp(build, mesh, modules)
+    """Wraps what a step calls, one module or one per pipeline stage of this rank, and sets hooks.set_sync.
 
-
-def uses_ddp(build: Build) -> bool:
-    """DDP for replicas of plain parameters; FSDP2 for shards, and for replicas of tensor-parallel parameters.
-
-    DDP's buckets do not take DTensors; FSDP2 over a mesh of (dp_replicate, 1) does the same job for them.
+    DDP for replicas of plain parameters; FSDP2 for shards, over (dp_replicate, dp_shard) for HSDP, and for replicas of
+    tensor-parallel parameters: DDP's buckets do not take DTensors, and over (dp_replicate, 1) it does the same job.
     """
-    return build.config.dp_shard == 1 and build.config.tp == 1
-
-
-def apply_ddp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Wraps modules in DistributedDataParallel: one all-reduce per bucket, overlapped with the backward."""
-    find_unused = build.workload.find_unused_parameters
-    wrapped = [wrap_ddp(module, mesh, build.device, find_unused=find_unused) for module in modules]
-    build.hooks.set_sync = ddp_gradient_sync(wrapped)
-    return wrapped
+    config = build.config
+    if config.dp == 1:
+        return list(modules)
+    if config.dp_shard == 1 and config.tp == 1:
+        find_unused = build.workload.find_unused_parameters
+        wrapped = [wrap_ddp(module, mesh, build.device, find_unused=find_unused) for module in modules]
+        build.hooks.set_sync = ddp_gradient_sync(wrapped)
+        return wrapped
+    roots = shard_modules(
+        with_parameters(build.model, [name for name, _ in build.structure.all_blocks]),
+        modules,
+        mesh["dp_replicate", "dp_shard"] if config.dp_replicate > 1 else mesh["dp_shard"],
+        reshard=config.reshard_after_forward and config.dp_shard > 1,
+        gathered=gather_dtype(config.precision, build.device.type),
+        reduced=torch.float32 if config.parameters != "own" else None,
+        on_host=config.offload == "parameters",
+    )
+    build.hooks.set_sync = fsdp_gradient_sync(roots, every=config.gradient_sync == "every")
+    return list(modules)
 
 
 def ddp_gradient_sync(wrapped: Sequence[nn.Module]) -> Callable[[bool], None]:
@@ -99,22 +92,6 @@ def wrap_ddp(module: nn.Module, mesh: DeviceMesh, device: torch.device, *, find_
         broadcast_buffers=False,  # each rank keeps the running statistics of its own micro-batches
         find_unused_parameters=find_unused,
     )
-
-
-def apply_fsdp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Shards each repeated block, then what is left, with fully_shard; over (dp_replicate, dp_shard) it is HSDP."""
-    config = build.config
-    roots = shard_modules(
-        shard_units(build),
-        modules,
-        mesh["dp_replicate", "dp_shard"] if config.dp_replicate > 1 else mesh["dp_shard"],
-        reshard=config.reshard_after_forward and config.dp_shard > 1,
-        gathered=gather_dtype(config.precision, build.device.type),
-        reduced=torch.float32 if config.parameters != "own" else None,
-        on_host=config.offload == "parameters",
-    )
-    build.hooks.set_sync = fsdp_gradient_sync(roots, every=config.gradient_sync == "every")
-    return list(modules)
 
 
 def shard_modules(
@@ -179,11 +156,6 @@ def fsdp_gradient_sync(roots: Sequence[FSDPModule], *, every: bool) -> Callable[
     return at_every if every else at_the_last
 
 
-def shard_units(build: Build) -> list[nn.Module]:
-    """The modules that are gathered and freed as one: the repeated blocks, with what already wraps them."""
-    return with_parameters(build.model, [name for name, _ in build.structure.all_blocks])
-
-
 def with_parameters(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """The modules of these names that have parameters."""
     modules = (model.get_submodule(name) for name in names)
@@ -193,6 +165,8 @@ def with_parameters(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 def gather_dtype(precision: str, device_type: str) -> torch.dtype | None:
     """The type that the blocks' parameters are gathered in; None: as they are stored.
 
-    On CPU they stay fp32: CPU autocast leaves layer_norm to types that agree, and bytes on loopback cost little.
+    The blocks' matmuls run in it under autocast in any case; what lies outside the blocks stays fp32, so that the
+    residual stream does too. On CPU the blocks stay fp32: CPU autocast leaves layer_norm to types that agree, and bytes
+    on loopback cost little.
     """
-    return GATHER_DTYPES.get(precision) if device_type == "cuda" else None
+    return AUTOCAST_DTYPES.get(precision) if device_type == "cuda" else None

@@ -67,7 +67,7 @@ class LossStrategy:
         """
         if build.config.loss == "full":
             return
-        if build.pipeline.cut is not None and build.structure.head is None:
+        if build.cut is not None and build.structure.head is None:
             return  # the last stage of the pipeline has the head, and the loss
         hint = "Say how the head splits off (Workload(head=...), plan.prepare(..., head=...)), or use loss=full."
         check_applies(build.config, self.name, reason_against_fusing(build.workload, build.structure), hint)

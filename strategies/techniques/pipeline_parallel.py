@@ -12,6 +12,7 @@ to what is left, then PipelineEngineStrategy makes stages and schedule of it.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,18 +29,16 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from autoplan.errors import ConfigError
-from autoplan.probes.profile import HardwareProfile
-from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.pipeline_trace import PipelineTrace, trace_pipeline
 from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.config import INTERLEAVED_SCHEDULES
-from autoplan.strategies.techniques.base import Build, PipelineCut
+from autoplan.strategies.techniques.base import Build, PipelineCut, Strategy
 from autoplan.strategies.techniques.checkpointing import replace_module
 from autoplan.strategies.techniques.data_parallel import wrap_data_parallel
 from autoplan.strategies.techniques.mesh import AXES, axis_rank, local_tensor
-from autoplan.strategies.techniques.tensor_parallel import plan_tensor_parallel
+from autoplan.strategies.techniques.tensor_parallel import make_tensor_plan
 from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch
-from autoplan.strategies.workloads.workload import TrainingModule, Workload
+from autoplan.strategies.workloads.workload import TrainingModule
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -49,14 +48,10 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-class PipelineStrategy:
+class PipelineStrategy(Strategy):
     """Keeps this rank's blocks and drops the rest of the model."""
 
     name = "pp"
-
-    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
-        """One stage; more come from `techniques.degrees.legal_degrees`, which sees all degrees together."""
-        return offer(self.name, (1,))
 
     def apply(self, build: Build) -> None:
         """Cuts the model.
@@ -82,11 +77,11 @@ class PipelineStrategy:
         refuse_frozen_ranks(build.model, trace, cuts, config.pp)
         own = range(axis_rank(build.mesh, "pp"), stages, config.pp)
         if config.tp > 1:
-            build.pipeline.tensor_plan = plan_tensor_parallel(build)
+            build.tensor_plan = make_tensor_plan(build.model, build.structure, build.workload, config.tp)
         tied = tied_across(build.structure, trace)
         drop_absent(build.model, trace, [cuts[stage] for stage in own], first=0 in own, last=stages - 1 in own)
         build.structure = find_structure_of_stage(build.model, build.structure, trace)
-        build.pipeline.cut = PipelineCut(trace=trace, bounds=cuts, own=list(own), tied=tied)
+        build.cut = PipelineCut(trace=trace, bounds=cuts, own=list(own), tied=tied)
 
 
 def cut_stages(
@@ -162,14 +157,11 @@ def find_structure_of_stage(model: nn.Module, whole: Structure, trace: PipelineT
     def keep(pairs: tuple[tuple[str, nn.Module], ...]) -> tuple[tuple[str, nn.Module], ...]:
         return tuple((name, module) for name, module in pairs if name in held)
 
-    return type(whole)(
-        **{
-            **{field: getattr(found, field) for field in found.__dataclass_fields__},
-            "stacks": (keep(whole.stacks[0]),),
-            "embeddings": keep(whole.embeddings),
-            "head": whole.head if whole.head is not None and whole.head[0] in held else None,
-            "attention": keep(whole.attention),
-        }
+    return dataclasses.replace(
+        found,
+        stacks=(keep(whole.stacks[0]),),
+        embeddings=keep(whole.embeddings),
+        head=whole.head if whole.head is not None and whole.head[0] in held else None,
     )
 
 
@@ -188,18 +180,14 @@ def tied_across(structure: Structure, trace: PipelineTrace) -> list[tuple[str, s
 # Stages and schedule.
 
 
-class PipelineEngineStrategy:
+class PipelineEngineStrategy(Strategy):
     """Makes the stages and the schedule; wraps each stage for data parallelism."""
 
     name = "pp_schedule"
 
-    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
-        """The plain value; schedules come with the degrees."""
-        return offer(self.name, ("1f1b",))
-
     def apply(self, build: Build) -> None:
-        """Sets build.pipeline.engine."""
-        cut = build.pipeline.cut
+        """Sets build.run_pipeline."""
+        cut = build.cut
         if cut is None:
             return
         mesh: DeviceMesh = build.mesh
@@ -208,7 +196,7 @@ class PipelineEngineStrategy:
         # The model that is saved keeps its names; what a step calls are the stages.
         wrapped = wrap_data_parallel(build, mesh, stages)
         build.module = nn.ModuleList(wrapped)
-        build.pipeline.engine = PipelineEngine(build, cut, mesh, stages, wrapped)
+        build.run_pipeline = PipelineEngine(build, cut, mesh, stages, wrapped).forward_backward
         build.model.__dict__["tied_over_stages"] = {late: early for early, late in cut.tied}
         for early, late in cut.tied:
             _share_tied_gradient(build, mesh, early, late)
@@ -283,10 +271,10 @@ class PipelineEngine:
         Returns:
             The summed loss and the count, on every stage.
         """
-        config, device = self._build.config, self._build.device
+        config, device, scaler = self._build.config, self._build.device, self._build.scaler
         self._scale = scale
-        if self._build.scaler is not None:
-            self._build.scaler.scale(torch.zeros((), device=device))  # stages without a loss need its state too
+        if scaler is not None:
+            scaler.scale(torch.zeros((), device=device))  # stages without a loss need its state too
         batch = move_batch(batch, device)
         size = config.pp_microbatches * config.micro_batch
         sums = torch.zeros(2, device=device)
@@ -299,17 +287,14 @@ class PipelineEngine:
                 return_outputs=False,
             )
             if self._last:
-                sums[0] += torch.stack([loss.detach() for loss in losses]).sum() / self._unscale()
+                scaled = torch.stack([loss.detach() for loss in losses]).sum()
+                sums[0] += scaled / (scale if scaler is None else scale * scaler.get_scale())
                 for stage in self._stages:
                     if stage.counts:
                         sums[1] += torch.stack(stage.counts).sum()
                         stage.counts.clear()
         dist.all_reduce(sums, group=self._group)
         return sums[0], sums[1]
-
-    def _unscale(self) -> torch.Tensor:
-        scaler = self._build.scaler
-        return self._scale if scaler is None else self._scale * scaler.get_scale()
 
 
 def _share_tied_gradient(build: Build, mesh: DeviceMesh, early: str, late: str) -> None:

@@ -27,49 +27,42 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.errors import ConfigError, WorkloadError
-from autoplan.probes.profile import HardwareProfile
-from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.analysis.tensor_plans import FUSED_STYLE, TensorPlan, find_tensor_plan
-from autoplan.strategies.techniques.base import Build
-from autoplan.strategies.techniques.loss import CHUNK_ROWS
+from autoplan.strategies.techniques.base import Build, Strategy
+from autoplan.strategies.techniques.loss import CHUNK_ROWS, splits_by_head
 from autoplan.strategies.techniques.loss_kernels import limited_rows
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, OutputHead, Workload
 
 
-class TensorParallelStrategy:
+class TensorParallelStrategy(Strategy):
     """Splits projections, norms and vocabulary over the tp axis."""
 
     name = "tp"
 
-    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
-        """One rank; more come from `techniques.degrees.legal_degrees`, which sees all degrees together."""
-        return offer(self.name, (1,))
-
     def apply(self, build: Build) -> None:
-        """Distributes every parameter and puts the collectives where the plan says.
+        """Distributes every parameter, puts the collectives where the plan says, and splits the loss with a vocabulary.
 
         Raises:
             ConfigError: the model has no plan, or the degree does not divide what it splits.
         """
-        if build.config.tp == 1:
+        config = build.config
+        if config.tp == 1:
             return
         assert build.mesh is not None
-        apply_tensor_parallel(build, build.pipeline.tensor_plan or plan_tensor_parallel(build), build.mesh["tp"])
-
-
-def plan_tensor_parallel(build: Build) -> TensorPlan:
-    """How the model of a build is split; called while the build holds all of it.
-
-    Raises:
-        ConfigError: the model has no plan, or the degree does not divide what it splits.
-    """
-    return make_tensor_plan(build.model, build.structure, build.workload, build.config.tp)
+        mesh: DeviceMesh = build.mesh["tp"]
+        plan = build.tensor_plan or make_tensor_plan(build.model, build.structure, build.workload, config.tp)
+        split_model(build.model, plan, mesh, [name for name, _ in build.structure.blocks])
+        if plan.head is not None:
+            head = build.workload.head
+            assert head is not None
+            build.training_module.loss = VocabularyParallelLoss(head, mesh, chunked=config.loss == "fused")
+        build.gradients.finish.append(functools.partial(reduce_partial_gradients, build.model))
 
 
 def make_tensor_plan(model: nn.Module, structure: Structure, workload: Workload, degree: int) -> TensorPlan:
-    """How a model is split over so many ranks; the meta device is enough.
+    """How a model is split over so many ranks, before a pipeline cuts it; the meta device is enough.
 
     Raises:
         ConfigError: the model has no plan, or the degree does not divide what it splits.
@@ -82,19 +75,9 @@ def make_tensor_plan(model: nn.Module, structure: Structure, workload: Workload,
             f"tp={degree} does not divide the model: it has {plan.unit_of}, so the degree must divide {plan.unit}",
             hint=f"tp can be {', '.join(str(d) for d in range(1, plan.unit + 1) if plan.unit % d == 0)}.",
         )
-    if _parallel_head(workload, model) is None:
+    if not splits_by_head(workload, model):
         plan = dataclasses.replace(plan, head=None, vocabulary_tables=())
     return plan
-
-
-def apply_tensor_parallel(build: Build, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Splits the model of a build in place, and its loss where the vocabulary is split."""
-    split_model(build.model, plan, mesh, [name for name, _ in build.structure.blocks])
-    if plan.head is not None:
-        head = build.workload.head
-        assert head is not None
-        build.training_module.loss = VocabularyParallelLoss(head, mesh, chunked=build.config.loss == "fused")
-    build.gradients.finish.append(functools.partial(reduce_partial_gradients, build.model))
 
 
 def split_model(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, blocks: Sequence[str]) -> None:
@@ -133,15 +116,6 @@ def _held(model: nn.Module, name: str) -> nn.Module | None:
     except AttributeError:
         return None
     return module if next(module.parameters(), None) is not None else None
-
-
-def _parallel_head(workload: Workload, model: nn.Module) -> OutputHead | None:
-    """The workload's head, where its logits can be split over the vocabulary."""
-    head = workload.head
-    reason = getattr(head, "reason_against", None)
-    if head is None or (reason is not None and reason(model) is not None):
-        return None
-    return head
 
 
 def _place_collectives(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
@@ -183,9 +157,7 @@ def split_sequence(mesh: DeviceMesh, whole: torch.Tensor) -> torch.Tensor:
             f"a sequence of {whole.shape[1]} does not divide over tp={mesh.size()} ranks",
             hint="Pad batches to a multiple of the degree, or search with --fix tp=1.",
         )
-    return (
-        DTensor.from_local(whole, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)]).to_local()
-    )
+    return _redistributed(mesh, whole, Replicate(), Shard(1))
 
 
 def gather_sequence(mesh: DeviceMesh, gradient: Placement, part: torch.Tensor) -> torch.Tensor:
@@ -196,18 +168,16 @@ def gather_sequence(mesh: DeviceMesh, gradient: Placement, part: torch.Tensor) -
 
 def sum_scatter_sequence(mesh: DeviceMesh, partial: torch.Tensor) -> torch.Tensor:
     """Each rank's summand [B, S, H] -> this rank's part [B, S/t, H] of the sum; the gradient is gathered."""
-    return (
-        DTensor.from_local(partial, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(1)]).to_local()
-    )
+    return _redistributed(mesh, partial, Partial(), Shard(1))
 
 
 def sum_whole(mesh: DeviceMesh, partial: torch.Tensor) -> torch.Tensor:
     """Each rank's summand -> the sum, on every rank."""
-    return (
-        DTensor.from_local(partial, mesh, [Partial()], run_check=False)
-        .redistribute(placements=[Replicate()])
-        .to_local()
-    )
+    return _redistributed(mesh, partial, Partial(), Replicate())
+
+
+def _redistributed(mesh: DeviceMesh, part: torch.Tensor, now: Placement, then: Placement) -> torch.Tensor:
+    return DTensor.from_local(part, mesh, [now], run_check=False).redistribute(placements=[then]).to_local()
 
 
 def reduce_partial_gradients(model: nn.Module) -> None:
