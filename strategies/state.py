@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
+from autoplan.strategies.analysis.structure import clean_name
 from autoplan.strategies.techniques.mesh import is_fused, local_tensor, whole_tensor
 from autoplan.strategies.techniques.rounded_steps import MASTER, held_by, rounding_of
 
@@ -50,7 +51,9 @@ def collect_state(
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
     if not has_state:
         optimizer.state.clear()
-        optimizer_state = {key: _zero(value) if _is_state(key) else value for key, value in optimizer_state.items()}
+        optimizer_state = {
+            key: _zero(value) if key.startswith("state.") else value for key, value in optimizer_state.items()
+        }
     optimizer_state = {key: value for key, value in optimizer_state.items() if not key.endswith(f".{MASTER}")}
     model_state = model_state | _masters(model, optimizer)
     tied = _tied_names(model)
@@ -74,8 +77,8 @@ def restore_state(
         at_once: The optimizer had a state when it was made, as Adagrad, and not from its first step on.
     """
     layouts = {name: value.placements for name, value in model.state_dict().items() if isinstance(value, DTensor)}
-    plain_layouts = {_plain(name): placements for name, placements in layouts.items()}
-    held = {_plain(name) for name, _ in model.named_parameters()}
+    plain_layouts = {clean_name(name): placements for name, placements in layouts.items()}
+    held = {clean_name(name) for name, _ in model.named_parameters()}
     back = {early: late for late, early in _tied_names(model).items() if early not in held}
     flags = [{flag: group[flag] for flag in _STEP_FLAGS if flag in group} for group in optimizer.param_groups]
     keys = [set(group) for group in optimizer.param_groups]
@@ -200,10 +203,6 @@ def _keys_by_parameter(saved: Iterable[str], names: Collection[str]) -> dict[tup
     return found
 
 
-def _is_state(key: str) -> bool:
-    return key.startswith("state.")
-
-
 def _zero(value: Any) -> Any:
     """A part of an optimizer's state in which nothing was counted or summed; what is no number as it is."""
     if isinstance(value, torch.Tensor):
@@ -213,7 +212,7 @@ def _zero(value: Any) -> Any:
 
 def _is_of_no_step(optimizer_state: Mapping[str, Any]) -> bool:
     """Whether the state is that of an optimizer before its first step: all numbers in it are zero."""
-    numbers = [value for key, value in optimizer_state.items() if _is_state(key)]
+    numbers = [value for key, value in optimizer_state.items() if key.startswith("state.")]
     tensors = (local_tensor(value) for value in numbers if isinstance(value, torch.Tensor))
     others = (value for value in numbers if isinstance(value, bool | int | float))
     return bool(numbers) and not any(others) and not any(bool(tensor.any()) for tensor in tensors)
@@ -241,7 +240,7 @@ def place_steps(optimizer: torch.optim.Optimizer) -> None:
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters by the plain model's names, each tied one by all of its names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield _plain(name), parameter
+        yield clean_name(name), parameter
 
 
 def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -265,12 +264,6 @@ def _set_masters(
         for name, parameter in _parameters(model):
             if name in model_state:
                 rounding.set_master(parameter, _to_layout(model_state[name], layouts.get(name)))
-
-
-def _plain(name: str) -> str:
-    from autoplan.strategies.analysis.structure import clean_name
-
-    return clean_name(name)
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

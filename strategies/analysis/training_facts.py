@@ -7,7 +7,11 @@ writes the workload's own values and `plan.prepare` can compare. The records loa
 from __future__ import annotations
 
 import collections
+import functools
+import inspect
+import math
 import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -196,8 +200,6 @@ def schedule_difference(then: ScheduleFacts | None, here: ScheduleFacts | None) 
 
 
 def _same_value(one: Any, other: Any) -> bool:
-    import math
-
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same_value, one, other))
     numbers = isinstance(one, int | float) and isinstance(other, int | float)
@@ -268,8 +270,6 @@ def read_schedule(workload: Workload, optimizer: torch.optim.Optimizer) -> Sched
 
 def _of_transformers(schedule: Any) -> tuple[str | None, dict[str, Any] | None]:
     """The function of transformers that a LambdaLR calls, and its keyword arguments."""
-    import functools
-
     functions = getattr(schedule, "lr_lambdas", None) or [None]
     first = functions[0]
     if any(function is not first for function in functions):
@@ -285,8 +285,6 @@ def _of_transformers(schedule: Any) -> tuple[str | None, dict[str, Any] | None]:
 
 def _arguments(schedule: Any) -> dict[str, Any] | None:
     """The arguments of a schedule of torch, from its attributes of the same names; None if one cannot be read."""
-    import inspect
-
     if not type(schedule).__module__.startswith("torch.optim."):
         return None
     found = {}
@@ -303,8 +301,6 @@ def _arguments(schedule: Any) -> dict[str, Any] | None:
 
 def _first_rates(schedule: Any) -> tuple[tuple[float, ...], ...]:
     """The learning rates of the first steps; fewer where the schedule ends or cannot be stepped by itself."""
-    import warnings
-
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the optimizer has not stepped

@@ -227,16 +227,12 @@ def reason_against_maskless(base: Any, implementation: str | None = "sdpa") -> s
         return "it attends within windows"
     if not all(module.is_causal for module in base.modules() if hasattr(module, "is_causal")):
         return "some of its attention is not causal"
-    _register_maskless()
-    return None
-
-
-def _register_maskless() -> None:
-    """Registers the implementation: transformers' own SDPA function, without a function that makes a mask."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    # transformers' own SDPA function, without a function that makes a mask
     AttentionInterface.register(NAME, sdpa_attention_forward)
+    return None
 
 
 def use_maskless_attention(models: list[Any]) -> int:

@@ -208,9 +208,6 @@ class DeferredLogits:
             return self._full("an index into the vocabulary")[index]
         return self._changed(hidden=self._hidden[index])
 
-    def view(self, *shape: Any) -> Any:
-        return self.reshape(*shape)
-
     def reshape(self, *shape: Any) -> Any:
         wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         vocabulary, rows = self.shape[-1], wanted[:-1]
@@ -219,6 +216,8 @@ class DeferredLogits:
         if self._classes_second or not wanted or wanted[-1] != vocabulary:
             return self._full("view").reshape(*shape)
         return self._changed(hidden=self._hidden.reshape(*rows, self._hidden.shape[-1]))
+
+    view = reshape
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         start, end = start_dim % self.ndim, end_dim % self.ndim
@@ -249,17 +248,13 @@ class DeferredLogits:
             return self._changed(before=self._before * factor)
         return self._changed(after=self._after * factor)
 
-    __rmul__ = __mul__
-
-    def mul(self, factor: Any) -> Any:
-        return self * factor
+    __rmul__ = mul = __mul__
 
     def __truediv__(self, divisor: Any) -> Any:
         known = isinstance(divisor, int | float) and not self._is_normalised
         return self * (1 / divisor) if known else self._full("div") / divisor
 
-    def div(self, divisor: Any) -> Any:
-        return self / divisor
+    div = __truediv__
 
     def tanh(self) -> Any:
         known = self._after is None and not self._is_normalised

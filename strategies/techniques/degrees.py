@@ -24,7 +24,8 @@ def legal_degrees(
     Args:
         facts: The workload's facts.
         nproc: Ranks.
-        device: On CUDA every rank is a GPU, and all are used; on CPU fewer ranks with more threads each can win.
+        device: On CUDA every rank is a GPU, and all are used; on CPU 2, 4, 8, ... too: fewer ranks with more
+            threads each can win.
         ranks_per_node: tp stays within a node; None: one node.
 
     Returns:
@@ -32,7 +33,8 @@ def legal_degrees(
     """
     combinations: list[DegreeCombination] = []
     left_out: dict[str, LeftOut] = {}
-    for world in world_sizes(nproc, device):
+    worlds = [nproc] if device == "cuda" else sorted({2**power for power in range(1, nproc.bit_length())} | {nproc})
+    for world in worlds:
         for pp, tp, replicate, shard in factorings(world):
             found = reason_against(facts, pp=pp, tp=tp, dp=replicate * shard, ranks_per_node=ranks_per_node or nproc)
             if found is None:
@@ -66,13 +68,6 @@ def with_gradient_sync(
             elif asked is not None:
                 reasons[reason] = None
     return made, list(reasons)
-
-
-def world_sizes(nproc: int, device: str) -> list[int]:
-    """Rank counts to look at: all GPUs; on CPU 2, 4, 8, ... and nproc."""
-    if device == "cuda":
-        return [nproc]
-    return sorted({2**power for power in range(1, nproc.bit_length()) if 2**power <= nproc} | {nproc})
 
 
 def factorings(world: int) -> Iterator[tuple[int, int, int, int]]:

@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -84,7 +83,12 @@ def _apply_to_instance(apply: Any, model: nn.Module) -> int:
     before = {id(module): vars(module).get("forward") for module in model.modules()}
     files = _modeling_files(model)
     kept = {name: dict(vars(file)) for name, file in files.items()}
-    classes = {kind: dict(vars(kind)) for file in files.values() for kind in _classes_of(file)}
+    classes = {
+        kind: dict(vars(kind))
+        for name, own in kept.items()
+        for kind in own.values()
+        if isinstance(kind, type) and kind.__module__ == name
+    }
     losses = dict.fromkeys(("cross_entropy", "fused_linear_cross_entropy"), False)  # the loss is the workload's
     taken = inspect.signature(apply).parameters
     try:
@@ -108,10 +112,6 @@ def _modeling_files(model: nn.Module) -> dict[str, Any]:
     """The files of transformers that define the parts of a model, by name."""
     names = {type(module).__module__ for module in model.modules()}
     return {name: sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")}
-
-
-def _classes_of(file: Any) -> Iterator[type]:
-    return (kind for kind in vars(file).values() if isinstance(kind, type) and kind.__module__ == file.__name__)
 
 
 def _replaced_functions(file: Any, before: dict[str, Any]) -> dict[str, Any]:

@@ -159,15 +159,19 @@ def prove_fused_loss(workload: Workload, model: nn.Module, device: torch.device)
         model: The model on the meta device; only its size is read.
         device: Where to run.
     """
-    size = sum(parameter.numel() for parameter in model.parameters())
-    own = workload.loss is causal_loss and type(workload.head) is CausalHead  # both are ours, and tested together
     by_head = splits_by_head(workload, model)
-    if size > LARGEST_PROVED_PARAMETERS or (own and by_head):
-        return _reason_against_large(workload, model, device)
-    if size > LARGEST_COMPARED_PARAMETERS and not by_head:
-        return _reason_against_large(workload, model, device)
+    if by_head and workload.loss is causal_loss and type(workload.head) is CausalHead:
+        return None  # both are ours, and tested together
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > LARGEST_PROVED_PARAMETERS or (size > LARGEST_COMPARED_PARAMETERS and not by_head):
+        if by_head:
+            return "the model is too large to compare the fused loss with a loss function of your own before the search"
+        return _reason_to_need_logits(workload, device)
     try:
-        real = _build_real(workload, device)
+        seed_generators(workload.seed)
+        real = workload.build_model().to(device).float()  # bf16 parameters would hide a small difference
+        enter_training_mode(real)
+        disable_dropout(real)
         for index in range(PROOF_BATCHES):
             with full_fp32():  # whatever the script has set: TF32 rounds more than what is looked for
                 reason = _compare_on(workload, real, index, device)
@@ -178,32 +182,25 @@ def prove_fused_loss(workload: Workload, model: nn.Module, device: torch.device)
     return None
 
 
-def _reason_against_large(workload: Workload, model: nn.Module, device: torch.device) -> str | None:
+def _reason_to_need_logits(workload: Workload, device: torch.device) -> str | None:
     """The same for a model that is too large to run: deferred logits are the workload's own loss, if it needs no more.
 
     What the loss function does with them is seen without values.
     """
-    if splits_by_head(workload, model):
-        if workload.loss is causal_loss and isinstance(workload.head, CausalHead):
-            return None
-        return "the model is too large to compare the fused loss with a loss function of your own before the search"
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    watched: list[str] = []
     try:
         short = shorten(workload.make_batch(workload.fixed_micro_batch or 2, 0), SHORT_LENGTH)  # reads labels
         fake = build_fake(workload.build_model, mode, device)
         with mode, torch.device(device):
             enter_training_mode(fake)
-            return _reason_to_need_logits(workload, fake, move_batch(short, device))
+            deferred = make_fused_loss(workload, find_structure(fake), choose_kernel("fp32", compiled=False))
+            assert isinstance(deferred, DeferredLoss)
+            deferred.watch = watched
+            deferred(fake, move_batch(short, device))
     except Exception as error:
         return f"its loss function needs values to run: {type(error).__name__}: {error}".splitlines()[0]
-
-
-def _reason_to_need_logits(workload: Workload, model: nn.Module, batch: Batch) -> str | None:
-    deferred = make_fused_loss(workload, find_structure(model), choose_kernel("fp32", compiled=False))
-    assert isinstance(deferred, DeferredLoss)
-    deferred.watch = []
-    deferred(model, batch)
-    return _reason_of_watch(deferred.watch)
+    return _reason_of_watch(watched)
 
 
 def _reason_of_watch(watched: list[str]) -> str | None:
@@ -216,20 +213,12 @@ def _reason_of_watch(watched: list[str]) -> str | None:
     return None
 
 
-def _build_real(workload: Workload, device: torch.device) -> nn.Module:
-    seed_generators(workload.seed)
-    real = workload.build_model().to(device).float()  # bf16 parameters would hide a small difference
-    enter_training_mode(real)
-    disable_dropout(real)
-    return real
-
-
 def _compare_on(workload: Workload, model: nn.Module, index: int, device: torch.device) -> str | None:
     """The comparison on one batch; a model that refuses short sequences gets them at full length."""
     whole = workload.make_batch(workload.fixed_micro_batch or 2, index)
+    batch = shorten(whole, SHORT_LENGTH)
     try:
-        own = _loss_and_gradient(workload, model, workload.loss, move_batch(shorten(whole, SHORT_LENGTH), device))
-        batch = shorten(whole, SHORT_LENGTH)
+        own = _loss_and_gradient(workload, model, workload.loss, move_batch(batch, device))
     except Exception:  # a window or a pooling may need longer sequences
         batch = whole
         own = _loss_and_gradient(workload, model, workload.loss, move_batch(batch, device))

@@ -30,8 +30,14 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_world(config: TrainingConfig) -> None:
-    """Raises ConfigError where the ranks that run are not the ranks that the config is for."""
+def build_mesh(config: TrainingConfig, device_type: str) -> DeviceMesh | None:
+    """The mesh of a config over the default process group; None for one rank.
+
+    A process group that a launcher prepared (torchrun's environment) is initialised here if it is not yet.
+
+    Raises:
+        ConfigError: the ranks that run are not the ranks that the config is for.
+    """
     ranks = world_size()
     if ranks != config.world_size:
         raise ConfigError(
@@ -40,17 +46,6 @@ def check_world(config: TrainingConfig) -> None:
             hint=f"Start it with torchrun --nproc-per-node {config.world_size} on one machine (or --nnodes times "
             f"--nproc-per-node with that product), or find a plan for {ranks}: autoplan search --nproc {ranks}.",
         )
-
-
-def build_mesh(config: TrainingConfig, device_type: str) -> DeviceMesh | None:
-    """The mesh of a config over the default process group; None for one rank.
-
-    A process group that a launcher prepared (torchrun's environment) is initialised here if it is not yet.
-
-    Raises:
-        ConfigError: the world does not match the config.
-    """
-    check_world(config)
     if config.world_size == 1:
         return None
     return make_mesh((config.pp, config.dp_replicate, config.dp_shard, config.tp), device_type)
@@ -142,34 +137,29 @@ class GlobalNormClipper:
         self._weights = weights if weights is not None else {}  # by reference: a pipeline adds to it later
 
     def __call__(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Clips; returns the norm before clipping (as torch.nn.utils.clip_grad_norm_ does, with its formula)."""
-        held = [parameter for parameter in parameters if parameter.grad is not None]
-        norm = self.norm(held)
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        gradients = [local_tensor(parameter.grad) for parameter in held if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, scale.to(gradients[0].device))  # shards may lie on the host
-        return norm
+        """Clips, by the formula of torch.nn.utils.clip_grad_norm_; returns the 2-norm of all gradients before that.
 
-    def norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
-        """The 2-norm of all gradients over all ranks; every rank of the world calls it."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if gradients:
-            held = [local_tensor(gradient) for gradient in gradients]
-            low = any(gradient.dtype in (torch.bfloat16, torch.float16) for gradient in held)
-            found = torch._foreach_norm(held, 2, dtype=torch.float32) if low else torch._foreach_norm(held)
+        Every rank of the world calls it.
+        """
+        held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients = [local_tensor(gradient) for _, gradient in held]
+        square = torch.zeros((), device=self._device)
+        if gradients:  # else a stage whose parameters are all frozen
+            low = any(gradient.dtype in (torch.bfloat16, torch.float16) for gradient in gradients)
+            found = torch._foreach_norm(gradients, 2, dtype=torch.float32) if low else torch._foreach_norm(gradients)
             norms = torch.stack([norm.float() for norm in found])
             shares = [
-                self._weights.get(id(parameter), 1.0) * shard_count(parameter.grad) / self._stage_ranks
-                for parameter in parameters
-                if parameter.grad is not None
+                self._weights.get(id(parameter), 1.0) * shard_count(gradient) / self._stage_ranks
+                for parameter, gradient in held
             ]
             square = (norms.square() * torch.tensor(shares, device=norms.device)).sum()
-        else:  # a stage whose parameters are all frozen
-            square = torch.zeros((), device=self._device)
-        square = square.to(self._device)  # shards may lie on the host
+            square = square.to(self._device)  # shards may lie on the host
         dist.all_reduce(square)
-        return square.sqrt()
+        norm = square.sqrt()
+        if gradients:
+            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+        return norm
 
 
 def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,7 @@ class MicroBatchStrategy:
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
         """All divisors of the global batch; with one data-parallel rank. Only the fixed one where there is one.
 
-        No value at all stands for: the user has to fix it, see `micro_batch_refusal`.
+        No value at all stands for: the user has to fix it.
         """
         values = tuple(micro_batches(workload.global_batch))
         fixed = workload.fixed_micro_batch
@@ -42,7 +42,12 @@ class MicroBatchStrategy:
         if fixed == build.config.micro_batch:
             return
         if build.structure.micro_batch_dependent:
-            raise micro_batch_refusal(build.workload, build.structure)
+            raise WorkloadError(
+                f"{build.workload.name} trains something else at each micro-batch: "
+                f"{describe_dependence(build.structure)}" + ("" if fixed is None else f"; it is fixed to {fixed}"),
+                hint="Fix the micro-batch that the training is meant to have, with --fix micro_batch=N or "
+                "Workload(fixed_micro_batch=N); the search then varies everything else.",
+            )
         if fixed is not None:
             raise WorkloadError(
                 f"{build.workload.name} fixes the micro-batch to {fixed}, and the config has "
@@ -57,14 +62,3 @@ def describe_dependence(structure: Structure) -> str:
     more = len(structure.micro_batch_dependent) - 1
     others = f" and {more} more like it" if more else ""
     return f"{first.module} ({first.kind}){others} {first.why}"
-
-
-def micro_batch_refusal(workload: Workload, structure: Structure) -> WorkloadError:
-    """The error for a micro-batch that nobody fixed."""
-    fixed = workload.fixed_micro_batch
-    return WorkloadError(
-        f"{workload.name} trains something else at each micro-batch: {describe_dependence(structure)}"
-        + ("" if fixed is None else f"; it is fixed to {fixed}"),
-        hint="Fix the micro-batch that the training is meant to have, with --fix micro_batch=N or "
-        "Workload(fixed_micro_batch=N); the search then varies everything else.",
-    )

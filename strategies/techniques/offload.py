@@ -59,7 +59,8 @@ class OffloadStrategy:
         states = kept_states(build.workload.build_optimizer, parameters).tensors
         tensors = states if value == "optimizer" else states + 1  # the parameters lie there already
         sizes = [local_tensor(parameter).numel() * parameter.element_size() for parameter in parameters]
-        check_host_memory(value, tensors * sum(sizes), ranks_here(build.config.world_size))
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", build.config.world_size))  # as the launcher says; else all
+        check_host_memory(value, tensors * sum(sizes), ranks_here)
         if value == "optimizer":
             keep_states_on_host(build.optimizer)
 
@@ -73,11 +74,6 @@ def saving_on_host(forward_context: Any) -> Any:
             yield
 
     return opened
-
-
-def ranks_here(world_size: int) -> int:
-    """Ranks on this machine, as the launcher says; else all."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def check_host_memory(value: str, rank_bytes: float, ranks: int) -> None:

@@ -32,7 +32,7 @@ class ThreadsStrategy:
             return offer(self.name, (None,), {"1..": reason})
         cores = hardware.host.cores_usable
         own = torch.get_num_threads()
-        counts = sorted({2**power for power in range(cores.bit_length()) if 2**power <= cores} | {cores})
+        counts = sorted({2**power for power in range(cores.bit_length())} | {cores})
         others = (count for count in counts if count != own)
         return offer(self.name, (None, *others), {own: f"None stands for it: torch's own number is {own} here"})
 
