@@ -88,7 +88,11 @@ def prepare(
         WorkloadError: the workload's functions fail or return the wrong thing.
     """
     device = torch.device(device)
-    check_knobs(config, workload.global_batch)
+    config.accumulation(workload.global_batch)
+    reason = incompatible(config, workload.global_batch)
+    if reason is not None:
+        hint = "Leave that knob at its default, or change what it goes with."
+        raise ConfigError(f"{config.describe()}: {reason}", hint=hint)
     if mesh is None:
         mesh = build_mesh(config, device.type)
     if mesh is not None:
@@ -163,16 +167,3 @@ def apply_to_model(
     if config.optimizer_step != "own":
         left.append(f"optimizer_step={config.optimizer_step}: give your optimizer that flag")
     return (*left, *not_carried(config, "Lightning", [name for name in LEFT_BY_TOOLS if name != "loss"]))
-
-
-def check_knobs(config: TrainingConfig, global_batch: int) -> None:
-    """Refuses a config that no run can have, whatever the model and the device.
-
-    Raises:
-        ConfigError: micro_batch x dp does not divide the global batch, or the knobs do not go together.
-    """
-    config.accumulation(global_batch)
-    reason = incompatible(config, global_batch)
-    if reason is not None:
-        hint = "Leave that knob at its default, or change what it goes with."
-        raise ConfigError(f"{config.describe()}: {reason}", hint=hint)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +82,8 @@ def find_tensor_plan(model: nn.Module, structure: Structure, own: Mapping[str, s
             continue
         if not known:
             return f"its plan says {style!r} for {pattern}, which is not done here (colwise and rowwise are)"
-        matches = list(_matching(model, pattern))
+        regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        matches = [(name, module) for name, module in model.named_modules() if regex.fullmatch(name)]
         if not matches and own is not None:
             return f"no module matches {pattern!r} of the plan"
         for name, module in matches:
@@ -104,15 +105,17 @@ def _complete(model: nn.Module, structure: Structure, styles: dict[str, str]) ->
         if not any(styles[name] == "rowwise" for name in styles if name.rpartition(".")[0] == region):
             return f"{region} has split outputs and no rowwise projection that sums them"
     for block in blocks:
-        reason = _unsplit_matrix(model, block, styles)
-        if reason is not None:
-            return reason
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            for own, parameter in module.named_parameters(recurse=False):
+                if parameter.dim() > 1 and name not in styles:
+                    return f"{name}.{own} is not in its tensor-parallel plan"
     parent_name = blocks[0].rpartition(".")[0].rpartition(".")[0]
     parent = model.get_submodule(parent_name)
     prefix = parent_name + "." if parent_name else ""
     children = dict(parent.named_children())
     drops = [name for name, child in children.items() if isinstance(child, nn.Dropout)]
-    norms = [name for name, child in children.items() if _is_norm(child)]
+    dims = {name: {parameter.dim() for parameter in child.parameters()} for name, child in children.items()}
+    norms = [name for name, found in dims.items() if found == {1}]
     entry = prefix + drops[0] if len(drops) == 1 else blocks[0]
     for name, module in model.named_modules():
         within = any(name.startswith(block + ".") for block in blocks)
@@ -182,27 +185,9 @@ def _known_patterns(model: nn.Module) -> Mapping[str, str] | str:
     return {prefix + name: style for name, style in plan.items()}
 
 
-def _matching(model: nn.Module, pattern: str) -> Iterable[tuple[str, nn.Module]]:
-    regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-    return ((name, module) for name, module in model.named_modules() if regex.fullmatch(name))
-
-
 def is_projection(module: nn.Module) -> bool:
     """A plain Linear, or transformers' Conv1D (a linear layer with a transposed weight)."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
-
-
-def _is_norm(module: nn.Module) -> bool:
-    parameters = list(module.parameters())
-    return bool(parameters) and all(parameter.dim() == 1 for parameter in parameters)
-
-
-def _unsplit_matrix(model: nn.Module, block: str, styles: Mapping[str, str]) -> str | None:
-    for name, module in model.get_submodule(block).named_modules(prefix=block):
-        for own, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() > 1 and name not in styles:
-                return f"{name}.{own} is not in its tensor-parallel plan"
-    return None
 
 
 def _unit(model: nn.Module, styles: Mapping[str, str]) -> tuple[int, str]:

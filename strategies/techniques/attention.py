@@ -63,7 +63,9 @@ class AttentionStrategy:
             self._switch(models, "sdpa" if value in ATTENTION_BACKENDS else value)
         if value in ATTENTION_BACKENDS:
             build.hooks.around = functools.partial(only_kernel, value)
-        makes_masks = build.config.compile == "model" or build.device.type == "cuda" or is_traced()
+        # under fake tensors transformers makes the masks that it makes under compile
+        is_traced = any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+        makes_masks = build.config.compile == "model" or build.device.type == "cuda" or is_traced
         if makes_masks and build.config.tp * build.config.pp == 1:
             use_maskless_attention(models)
 
@@ -78,11 +80,6 @@ class AttentionStrategy:
                 raise ConfigError(
                     f"attention={value} was not taken over by {type(model).__name__}", hint="Use attention=own."
                 )
-
-
-def is_traced() -> bool:
-    """Whether the build is under fake tensors: then transformers makes the masks that it makes under compile."""
-    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def only_kernel(value: str) -> contextlib.AbstractContextManager[None]:

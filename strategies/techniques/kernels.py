@@ -81,7 +81,8 @@ def use_liger(model: nn.Module) -> int:
 
 def _apply_to_instance(apply: Any, model: nn.Module) -> int:
     before = {id(module): vars(module).get("forward") for module in model.modules()}
-    files = _modeling_files(model)
+    names = sorted({type(module).__module__ for module in model.modules()})
+    files: dict[str, Any] = {name: sys.modules[name] for name in names if name.startswith("transformers.models.")}
     kept = {name: dict(vars(file)) for name, file in files.items()}
     classes = {
         kind: dict(vars(kind))
@@ -106,12 +107,6 @@ def _apply_to_instance(apply: Any, model: nn.Module) -> int:
         if "forward" not in vars(module) and (used := _uses(type(module).forward, replaced)):
             vars(module)["forward"] = types.MethodType(_with_globals(type(module).forward, used), module)
     return sum(vars(module).get("forward") is not before[id(module)] for module in model.modules())
-
-
-def _modeling_files(model: nn.Module) -> dict[str, Any]:
-    """The files of transformers that define the parts of a model, by name."""
-    names = {type(module).__module__ for module in model.modules()}
-    return {name: sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")}
 
 
 def _replaced_functions(file: Any, before: dict[str, Any]) -> dict[str, Any]:

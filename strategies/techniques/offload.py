@@ -59,8 +59,17 @@ class OffloadStrategy:
         states = kept_states(build.workload.build_optimizer, parameters).tensors
         tensors = states if value == "optimizer" else states + 1  # the parameters lie there already
         sizes = [local_tensor(parameter).numel() * parameter.element_size() for parameter in parameters]
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", build.config.world_size))  # as the launcher says; else all
-        check_host_memory(value, tensors * sum(sizes), ranks_here)
+        # As the launcher says; else all. Each finds the memory as it is before the others took theirs, or some of it.
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", build.config.world_size))
+        rank_bytes = tensors * sum(sizes)
+        available = read_host().memory_available_bytes.value
+        if available is not None and ranks * rank_bytes > HOST_SHARE * available:
+            raise ConfigError(
+                f"offload={value} puts {format_bytes(ranks * rank_bytes)} into the host's memory ({ranks} rank(s) of "
+                f"{format_bytes(rank_bytes)}), and {format_bytes(HOST_SHARE * available)} may be taken: "
+                f"{HOST_SHARE:.0%} of the {format_bytes(available)} that are available",
+                hint="Use a machine with more memory, more machines, or checkpointing=full with a smaller micro_batch.",
+            )
         if value == "optimizer":
             keep_states_on_host(build.optimizer)
 
@@ -74,22 +83,3 @@ def saving_on_host(forward_context: Any) -> Any:
             yield
 
     return opened
-
-
-def check_host_memory(value: str, rank_bytes: float, ranks: int) -> None:
-    """Raises ConfigError where the host has not the memory for what is offloaded.
-
-    Args:
-        value: Of the knob.
-        rank_bytes: What a rank puts there.
-        ranks: On this machine; each of them finds the memory as it is before the others took theirs, or some of it.
-    """
-    available = read_host().memory_available_bytes.value
-    if available is None or ranks * rank_bytes <= HOST_SHARE * available:
-        return
-    raise ConfigError(
-        f"offload={value} puts {format_bytes(ranks * rank_bytes)} into the host's memory ({ranks} rank(s) of "
-        f"{format_bytes(rank_bytes)}), and {format_bytes(HOST_SHARE * available)} may be taken: {HOST_SHARE:.0%} of "
-        f"the {format_bytes(available)} that are available",
-        hint="Use a machine with more memory, more machines, or checkpointing=full with a smaller micro_batch.",
-    )

@@ -194,7 +194,7 @@ def reduce_partial_gradients(model: nn.Module) -> None:
 # The parameters.
 
 
-def local(parameter: torch.Tensor | None, *gradient: Placement) -> torch.Tensor | None:
+def local(parameter: Any, *gradient: Placement) -> Any:
     """The rank's own part of a parameter; `gradient` says how gradients of the parts make up the whole's."""
     if isinstance(parameter, DTensor):
         return parameter.to_local(grad_placements=list(gradient) or None)
@@ -266,19 +266,14 @@ def _matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tr
 
 def _colwise_forward(module: Any, mesh: DeviceMesh, transposed: bool, parts: int, x: torch.Tensor) -> torch.Tensor:
     weight = local(module.weight)
-    assert weight is not None
     if parts == 1 or module.bias is None:
         return _matmul(x, weight, local(module.bias), transposed)
-    whole = local(module.bias, Partial())
-    assert whole is not None
-    bias = whole.view(parts, mesh.size(), -1)[:, mesh.get_local_rank()].reshape(-1)
+    bias = local(module.bias, Partial()).view(parts, mesh.size(), -1)[:, mesh.get_local_rank()].reshape(-1)
     return _matmul(x, weight, bias, transposed)
 
 
 def _rowwise_forward(module: Any, mesh: DeviceMesh, transposed: bool, x: torch.Tensor) -> torch.Tensor:
-    weight = local(module.weight)
-    assert weight is not None
-    y = sum_scatter_sequence(mesh, _matmul(x, weight, None, transposed))
+    y = sum_scatter_sequence(mesh, _matmul(x, local(module.weight), None, transposed))
     # The bias once, after the sum; each rank adds it to its own positions, so its gradient is a sum over ranks.
     bias = local(module.bias, Partial())
     return y if bias is None else y + bias.to(y.dtype)
@@ -287,7 +282,6 @@ def _rowwise_forward(module: Any, mesh: DeviceMesh, transposed: bool, x: torch.T
 def _vocabulary_forward(module: Any, mesh: DeviceMesh, ids: torch.Tensor) -> torch.Tensor:
     """Looks up the ids in this rank's rows, zeros elsewhere, and sums over ranks: [B, S] -> [B, S, H]."""
     rows = local(module.weight)
-    assert rows is not None
     _, start = Shard.local_shard_size_and_offset(module.weight.shape[0], mesh.size(), mesh.get_local_rank())
     mine = (ids >= start) & (ids < start + rows.shape[0])
     padding = module.padding_idx
