@@ -21,21 +21,8 @@ from autoplan.record import Record
 from autoplan.strategies.knob import Knob, Need
 
 Checkpointing = Literal["none", "selective", "every_4", "every_3", "every_2", "full"]
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Fp8 = Literal["off", "tensorwise", "rowwise"]
-Compile = Literal["off", "block", "model"]
-CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
 Attention = Literal["own", "eager", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient"]
-BatchNorm = Literal["own", "sync"]
-Kernels = Literal["own", "liger"]
-LossHead = Literal["full", "fused"]
-OptimizerStep = Literal["own", "for_loop", "foreach", "fused"]
-Parameters = Literal["own", "bf16", "bf16_stochastic"]
-OptimizerState = Literal["own", "bf16", "8bit"]
-Allocator = Literal["own", "keep", "expandable"]
-Offload = Literal["none", "optimizer", "activations", "parameters"]
-GradientSync = Literal["last", "every"]
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 
 CUDAGRAPH_MODES = ("reduce-overhead", "max-autotune")
 """The modes of torch.compile that record CUDA graphs."""
@@ -98,7 +85,7 @@ class TrainingConfig(Record):
         "keeps matmuls and attention); every_k (each k-th repeated block); full (each repeated block)",
     )
     precision: Annotated[
-        Precision,
+        Literal["fp32", "tf32", "bf16", "fp16"],
         Knob(
             technique="precision",
             numerics="changes",
@@ -140,10 +127,11 @@ class TrainingConfig(Record):
         "for each tensor; rowwise: one for each row or column, in powers of two",
     )
     compile: Annotated[
-        Compile, Knob(technique="compilation", left_out="no compiler; `block`: no repeated blocks; `model`: a pipeline")
+        Literal["off", "block", "model"],
+        Knob(technique="compilation", left_out="no compiler; `block`: no repeated blocks; `model`: a pipeline"),
     ] = Field(default="off", description="torch.compile: off, each repeated block, the whole model")
     compile_mode: Annotated[
-        CompileMode,
+        Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"],
         Knob(
             technique="compilation",
             device="cuda",
@@ -164,7 +152,7 @@ class TrainingConfig(Record):
         "kernel; sdpa_flash, sdpa_cudnn, sdpa_efficient: that kernel and no other",
     )
     batch_norm: Annotated[
-        BatchNorm,
+        Literal["own", "sync"],
         Knob(
             technique="batch_norm",
             device="cuda",
@@ -180,7 +168,7 @@ class TrainingConfig(Record):
         "micro-batches of all of them, which trains as BatchNorm does at micro_batch x dp samples",
     )
     kernels: Annotated[
-        Kernels,
+        Literal["own", "liger"],
         Knob(
             technique="kernels",
             device="cuda",
@@ -194,7 +182,7 @@ class TrainingConfig(Record):
         "them, in runs that are not compiled",
     )
     loss: Annotated[
-        LossHead,
+        Literal["full", "fused"],
         Knob(
             technique="loss",
             left_out="no linear output head; more is done with the logits than a cross-entropy; few classes",
@@ -206,13 +194,13 @@ class TrainingConfig(Record):
         "keeps all logits (torch's linear_cross_entropy if it exists, else chunks with recomputation)",
     )
     optimizer_step: Annotated[
-        OptimizerStep,
+        Literal["own", "for_loop", "foreach", "fused"],
         Knob(technique="optimizer", left_out="the optimizer's class takes no such flag; no kernels on the device"),
     ] = Field(
         default="own", description="own: as the workload's optimizer has it; torch's for-loop, foreach or fused form"
     )
     parameters: Annotated[
-        Parameters,
+        Literal["own", "bf16", "bf16_stochastic"],
         Knob(
             technique="parameters",
             numerics="changes",
@@ -235,7 +223,7 @@ class TrainingConfig(Record):
         "copies in the optimizer; bf16_stochastic: no copies, each step is rounded up or down by chance",
     )
     optimizer_state: Annotated[
-        OptimizerState,
+        Literal["own", "bf16", "8bit"],
         Knob(
             technique="optimizer",
             numerics="changes",
@@ -268,7 +256,7 @@ class TrainingConfig(Record):
         ),
     ] = Field(default=None, ge=1, description="CPU: intra-operation threads per rank; None: torch's")
     allocator: Annotated[
-        Allocator,
+        Literal["own", "keep", "expandable"],
         Knob(
             technique="allocator",
             numerics="none",
@@ -283,7 +271,7 @@ class TrainingConfig(Record):
         "the next micro-step takes without page faults (glibc); expandable (CUDA): segments that grow, not pieces",
     )
     offload: Annotated[
-        Offload,
+        Literal["none", "optimizer", "activations", "parameters"],
         Knob(
             technique="offload",
             device="cuda",
@@ -312,7 +300,7 @@ class TrainingConfig(Record):
         default=True, description="FSDP2: free gathered parameters after the forward (ZeRO-3) or keep them (ZeRO-2)"
     )
     gradient_sync: Annotated[
-        GradientSync,
+        Literal["last", "every"],
         Knob(
             technique="data_parallel",
             role="exchange",
@@ -344,7 +332,7 @@ class TrainingConfig(Record):
         ),
     ] = Field(default=1, ge=1, description="pipeline stages (physical)")
     pp_schedule: Annotated[
-        PipelineSchedule,
+        Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"],
         Knob(
             technique="pipeline_parallel",
             role="layout",
