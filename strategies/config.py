@@ -452,17 +452,10 @@ def not_carried(config: TrainingConfig, tool: str, names: Iterable[str] = LEFT_B
 
 @functools.cache
 def knobs() -> Mapping[str, Knob]:
-    """The metadata of every knob by its name, in the order of the fields.
-
-    Raises:
-        TypeError: a field without a `Knob`.
-    """
+    """The metadata of every knob by its name, in the order of the fields."""
     found: dict[str, Knob] = {}
     for name, field in TrainingConfig.model_fields.items():
-        described = [part for part in field.metadata if isinstance(part, Knob)]
-        if len(described) != 1:
-            raise TypeError(f"TrainingConfig.{name} carries {len(described)} Knob(...); it carries exactly one")
-        found[name] = described[0]
+        (found[name],) = (part for part in field.metadata if isinstance(part, Knob))  # each field carries exactly one
     return MappingProxyType(found)
 
 

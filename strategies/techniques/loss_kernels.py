@@ -246,27 +246,26 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     """
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif total.device.type == "cuda" and not torch.compiler.is_compiling() and _adds_in_fp32(total.device):
+    elif (
+        total.device.type == "cuda"
+        and not torch.compiler.is_compiling()
+        and detect_fake_mode() is None  # a trace: nothing runs
+        and _adds_in_fp32(total.device)
+    ):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += (left @ right).float()
 
 
-_ADDS_IN_FP32: dict[torch.device, bool] = {}
-
-
+@functools.cache
 def _adds_in_fp32(device: torch.device) -> bool:
     """Whether this torch and this device add a product of bf16 matrices to an fp32 matrix; tried once."""
-    if detect_fake_mode() is not None:
-        return False  # a trace: nothing runs
-    if device not in _ADDS_IN_FP32:
-        total, ones = (torch.ones(16, 16, dtype=kind, device=device) for kind in (torch.float32, torch.bfloat16))
-        try:
-            torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
-            _ADDS_IN_FP32[device] = bool((total == 17).all())
-        except (RuntimeError, TypeError):  # an older torch, or a device without
-            _ADDS_IN_FP32[device] = False
-    return _ADDS_IN_FP32[device]
+    total, ones = (torch.ones(16, 16, dtype=kind, device=device) for kind in (torch.float32, torch.bfloat16))
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+        return bool((total == 17).all())
+    except (RuntimeError, TypeError):  # an older torch, or a device without
+        return False
 
 
 class _Precomputed(torch.autograd.Function):

@@ -42,15 +42,12 @@ class ThreadsStrategy:
             torch.set_num_threads(build.config.threads)
 
 
-def place_rank(device: torch.device) -> tuple[int, ...] | None:
+def place_rank(device: torch.device) -> None:
     """Places this process, which is one of several ranks; the setting is the process's and stays.
 
     A rank on a GPU runs on the CPUs of the GPU's NUMA node. Ranks on the CPU share the nodes out, in order, where
     there is more than one node; and each takes its share of the cores as threads, unless OMP_NUM_THREADS is set
     (torchrun sets it to 1).
-
-    Returns:
-        The CPUs it was placed on; None where it was left where it was.
     """
     local_ranks, local_rank = local_position(os.environ)
     allowed = tuple(sorted(os.sched_getaffinity(0)))
@@ -63,7 +60,6 @@ def place_rank(device: torch.device) -> tuple[int, ...] | None:
             torch.set_num_threads(max(1, len(allowed) // local_ranks))
     if cpus:
         os.sched_setaffinity(0, cpus)
-    return cpus
 
 
 def local_position(environment: Mapping[str, str]) -> tuple[int, int]:
