@@ -122,10 +122,7 @@ class WorkloadFacts(Record):
 
     def knob(self, name: str) -> Choices:
         """The choices of one knob; KeyError for a knob without."""
-        for choice in self.choices:
-            if choice.knob == name:
-                return choice
-        raise KeyError(name)
+        return {choice.knob: choice for choice in self.choices}[name]
 
 
 FUNCTIONS = {

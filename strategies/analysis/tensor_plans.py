@@ -20,9 +20,7 @@ from autoplan.strategies.analysis.structure import Structure
 FUSED_STYLE = re.compile(r"fused_colwise_(\d+)")
 # What transformers' own plans say that is the same thing here, or nothing to do: a parameter that is replicated
 # inside a split region gets its gradient summed in any case, and a table is split by its rows with the head.
-_STYLE_NAMES = dict.fromkeys(
-    ("replicated_with_grad_allreduce", "replicate", "colwise_gather_output", "embedding_rowwise")
-)
+_PASSED_OVER = ("replicated_with_grad_allreduce", "replicate", "colwise_gather_output", "embedding_rowwise")
 
 GPT2_PLAN = {
     "transformer.h.*.attn.c_attn": "fused_colwise_3",
@@ -77,10 +75,9 @@ def find_tensor_plan(model: nn.Module, structure: Structure, own: Mapping[str, s
         return f"the model has {stacks} stacks of blocks; tensor parallelism is done for one"
     styles: dict[str, str] = {}
     for pattern, style in patterns.items():
-        known = style in ("colwise", "rowwise") or FUSED_STYLE.fullmatch(style) is not None
-        if not known and style in _STYLE_NAMES:
+        if style in _PASSED_OVER:
             continue
-        if not known:
+        if style not in ("colwise", "rowwise") and FUSED_STYLE.fullmatch(style) is None:
             return f"its plan says {style!r} for {pattern}, which is not done here (colwise and rowwise are)"
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         matches = [(name, module) for name, module in model.named_modules() if regex.fullmatch(name)]

@@ -330,8 +330,5 @@ def dropout_rates(model: nn.Module) -> dict[str, int]:
     """How many dropout modules a model has, by rate; rates above 0 only."""
     from torch import nn
 
-    found: dict[str, int] = {}
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            found[str(module.p)] = found.get(str(module.p), 0) + 1
-    return found
+    rates = [module.p for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
+    return dict(collections.Counter(str(rate) for rate in rates if rate > 0))

@@ -156,15 +156,10 @@ NOT_SWITCHABLE = "neither the model nor a part of it is one of transformers; its
 
 def attention_dropout(model: nn.Module) -> float:
     """The attention dropout rate of a transformers model, or the highest of those inside; 0 where none states one."""
-    return max((_dropout_of(inner.config) for inner in language_models(model)), default=0.0)
-
-
-def _dropout_of(config: Any) -> float:
-    for name in ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob", "dropout_rate"):
-        rate = getattr(config, name, None)
-        if isinstance(rate, float):
-            return rate
-    return 0.0
+    names = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob", "dropout_rate")
+    stated = ([getattr(inner.config, name, None) for name in names] for inner in language_models(model))
+    rates = ([rate for rate in found if isinstance(rate, float)] for found in stated)
+    return max((found[0] for found in rates if found), default=0.0)
 
 
 def _reason_against(models: Sequence[Any], value: str) -> str | None:

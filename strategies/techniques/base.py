@@ -102,11 +102,8 @@ class Build:
 
     @property
     def training_module(self) -> TrainingModule:
-        """The TrainingModule inside whatever wraps it."""
-        for module in self.module.modules():
-            if isinstance(module, TrainingModule):
-                return module
-        raise AssertionError("a build always holds a TrainingModule")
+        """The TrainingModule inside whatever wraps it; a build always holds one."""
+        return next(module for module in self.module.modules() if isinstance(module, TrainingModule))
 
 
 @dataclass(frozen=True, kw_only=True)

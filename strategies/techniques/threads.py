@@ -112,7 +112,5 @@ def read_gpu_node(root: Path, address: str) -> int | None:
 
 def read_node_cpus(root: Path) -> dict[int, tuple[int, ...]]:
     """The CPUs of each NUMA node, from the kernel's lists (`0-3,8-11`)."""
-    nodes: dict[int, tuple[int, ...]] = {}
-    for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*/cpulist")):
-        nodes[int(path.parent.name.removeprefix("node"))] = parse_id_list(path.read_text())
-    return nodes
+    lists = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
+    return {int(path.parent.name.removeprefix("node")): parse_id_list(path.read_text()) for path in lists}
