@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -18,7 +19,6 @@ from pydantic import Field, model_validator
 
 from autoplan.errors import ConfigError
 from autoplan.record import Record
-from autoplan.strategies.knob import Knob, Need
 
 Checkpointing = Literal["none", "selective", "every_4", "every_3", "every_2", "full"]
 Fp8 = Literal["off", "tensorwise", "rowwise"]
@@ -54,6 +54,87 @@ TORCHAO_INSTALL = 'pip install "autoplan[cuda]" (or torchao)'
 
 GONE: Mapping[str, Any] = {"gelu": "own", "fsdp_prefetch": 0, "ddp_bucket_mb": 25, "ddp_static_graph": False}
 """Knobs that earlier plans have, each at the value with which torch does as it does by itself."""
+
+Role = Literal["run", "rank_count", "layout", "exchange"]
+"""run: any run has it, whatever its ranks. rank_count: ranks along one axis of the device mesh. layout: how the ranks
+of one combination of degrees split the model and the steps. exchange: how data-parallel ranks exchange parameters and
+gradients."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """Another knob that a knob needs: a number of at least so much, or one of some values.
+
+    Attributes:
+        knob: The other knob.
+        at_least: The smallest number that will do.
+        values: The values that will do, the one that suits every value of the knob last.
+        why: Why the knob is refused without it; "": it then has no effect.
+    """
+
+    knob: str
+    at_least: int = 0
+    values: tuple[str, ...] = ()
+    why: str = ""
+
+    def is_met(self, value: Any) -> bool:
+        """Whether a value of the other knob will do."""
+        return value in self.values if self.values else value >= self.at_least
+
+    @property
+    def example(self) -> Any:
+        """A value of the other knob that will do for every value of the knob."""
+        return self.values[-1] if self.values else self.at_least
+
+    def describe(self) -> str:
+        """`dp_shard >= 2` or `compile=block or model`."""
+        return f"{self.knob}={' or '.join(self.values)}" if self.values else f"{self.knob} >= {self.at_least}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Knob:
+    """Facts about a knob besides its values and its description, which its field holds.
+
+    Attributes:
+        technique: The file of strategies/techniques/ that applies it.
+        numerics: What its other values change: nothing; rounding (the same sums in another order, about 1e-6 relative
+            in fp32); or the numerics (the plan says so and passes the parity check at that precision).
+        role: Whether it belongs to a combination of degrees, and how.
+        device: The one device type on which it has more than its plain value.
+        needs: What it goes with: without it, it has no effect or is refused (`Need.why`).
+        excludes: By other knob, why that one keeps its plain value beside this one.
+        unpriced: Why the cost model does not read it: a search then varies it only if the user names its values.
+        memory_only: For a knob whose other values only save memory: what its plain value saves, in words. A search
+            tries the other values only if the plain one may not fit.
+        memory_only_on: The one device type on which that is so; None: all.
+        risks: By value that loses bits at each step (parameters, optimizer states, products in fewer bits), what a
+            plan says of it: what the few steps of a parity check cannot show. A search has these values only with
+            `--numerics lossy`.
+        made_by_torchao: The values that torchao makes.
+        must_gain: A search tries its other values only where they are predicted to be faster than the plain one.
+        last_resort: A search offers its other values only if no configuration with the plain one is sure to fit.
+        offered: The values that a search offers, in words, where the knob has no closed list.
+        left_out: When a search leaves values out, in words, besides what `device`, `needs` and `excludes` say.
+        without: What happens in a tool that does not carry its value, in words after "with the tool".
+    """
+
+    technique: str
+    numerics: Literal["none", "rounding", "changes"] = "rounding"
+    role: Role = "run"
+    device: Literal["cpu", "cuda"] | None = None
+    needs: tuple[Need, ...] = ()
+    excludes: Mapping[str, str] = field(default_factory=dict)
+    unpriced: str = ""
+    memory_only: str = ""
+    memory_only_on: Literal["cpu", "cuda"] | None = None
+    risks: Mapping[str, str] = field(default_factory=dict)
+    made_by_torchao: tuple[str, ...] = ()
+    must_gain: bool = False
+    last_resort: bool = False
+    offered: str = ""
+    left_out: str = ""
+    without: str = ""
+
 
 _RANKS = Knob(
     technique="data_parallel", role="rank_count", left_out="data-parallel ranks do not divide the global batch"
@@ -454,8 +535,8 @@ def not_carried(config: TrainingConfig, tool: str, names: Iterable[str] = LEFT_B
 def knobs() -> Mapping[str, Knob]:
     """The metadata of every knob by its name, in the order of the fields."""
     found: dict[str, Knob] = {}
-    for name, field in TrainingConfig.model_fields.items():
-        (found[name],) = (part for part in field.metadata if isinstance(part, Knob))  # each field carries exactly one
+    for name, info in TrainingConfig.model_fields.items():
+        (found[name],) = (part for part in info.metadata if isinstance(part, Knob))  # each field carries exactly one
     return MappingProxyType(found)
 
 

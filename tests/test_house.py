@@ -25,7 +25,7 @@ ORDER = (
     ("autoplan.processes",),
     ("autoplan.probes.catalog",),
     ("autoplan.probes",),
-    ("autoplan.strategies", "autoplan.strategies.knob"),  # the package itself holds no code
+    ("autoplan.strategies",),  # the package itself holds no code
     ("autoplan.strategies.config",),
     ("autoplan.strategies.knob_text",),
     ("autoplan.strategies.workloads",),

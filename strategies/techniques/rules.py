@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from autoplan.strategies.config import CUDAGRAPH_MODES, INTERLEAVED_SCHEDULES, PLAIN, TrainingConfig, knobs
-from autoplan.strategies.knob import Knob
+from autoplan.strategies.config import CUDAGRAPH_MODES, INTERLEAVED_SCHEDULES, PLAIN, Knob, TrainingConfig, knobs
 
 SIXTEEN_BITS_ONLY = ("sdpa_flash", "sdpa_cudnn")
 """Kernels that take bf16 and fp16 alone: torch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_dtypes."""

@@ -42,7 +42,7 @@ class TensorParallelStrategy(Strategy):
     name = "tp"
 
     def apply(self, build: Build) -> None:
-        """Distributes every parameter, puts the collectives where the plan says, and splits the loss with a vocabulary.
+        """Distributes every parameter and puts the collectives where the plan says; a split vocabulary splits the loss.
 
         Raises:
             ConfigError: the model has no plan, or the degree does not divide what it splits.
@@ -62,7 +62,7 @@ class TensorParallelStrategy(Strategy):
 
 
 def make_tensor_plan(model: nn.Module, structure: Structure, workload: Workload, degree: int) -> TensorPlan:
-    """How a model is split over so many ranks, before a pipeline cuts it; the meta device is enough.
+    """How a whole model is split over so many ranks; the meta device is enough.
 
     Raises:
         ConfigError: the model has no plan, or the degree does not divide what it splits.
