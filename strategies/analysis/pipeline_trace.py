@@ -161,30 +161,26 @@ def _read(
         return f"{lost[0]} returns no tensor"
     before = tuple(name for name in owners if name in notes.before)
     after = tuple(name for name in owners if name not in notes.before)
-    rows = math.prod(hidden[0].shape[:-1])
+    shape = tuple(hidden[0].shape)
+    rows = math.prod(shape[:-1])
+    # the two products of causal attention over (samples, sequence, hidden) states: 2 S^2 H a sample
+    attention = 2.0 * shape[1] ** 2 * shape[2] if len(shape) == 3 else 0.0
     return PipelineTrace(
         blocks=tuple(names),
         before=before,
         after=after,
         output_shapes={name: notes.shapes[name] for name in before},
-        hidden_shape=tuple(hidden[0].shape),
+        hidden_shape=shape,
         hidden_dtype=hidden[0].dtype,
         tuples=tuples,
-        block_costs=tuple(_block_flops(model.get_submodule(name), hidden[0]) for name in names),
-        first_cost=sum(_matrix_flops(model.get_submodule(name), rows, lookups_too=False) for name in before),
-        last_cost=sum(_matrix_flops(model.get_submodule(name), rows, lookups_too=False) for name in after),
+        block_costs=tuple(_matrix_flops(model.get_submodule(name), rows) + attention for name in names),
+        first_cost=sum(_matrix_flops(model.get_submodule(name), rows) for name in before),
+        last_cost=sum(_matrix_flops(model.get_submodule(name), rows) for name in after),
     )
 
 
-def _matrix_flops(module: nn.Module, rows: int, *, lookups_too: bool) -> float:
+def _matrix_flops(module: nn.Module, rows: int) -> float:
     """2 x rows x elements for every weight matrix that is multiplied with."""
-    if isinstance(module, nn.Embedding) and not lookups_too:
+    if isinstance(module, nn.Embedding):
         return 0.0
     return sum(2.0 * rows * weight.numel() for weight in module.parameters() if weight.dim() > 1)
-
-
-def _block_flops(block: nn.Module, hidden: torch.Tensor) -> float:
-    """Matrices, and for (samples, sequence, hidden) states the two products of causal attention: 2 S^2 H a sample."""
-    rows = math.prod(hidden.shape[:-1])
-    attention = 2.0 * hidden.shape[1] ** 2 * hidden.shape[2] if hidden.dim() == 3 else 0.0
-    return _matrix_flops(block, rows, lookups_too=True) + attention

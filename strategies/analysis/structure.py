@@ -112,17 +112,12 @@ def disable_dropout(model: nn.Module) -> None:
         attributes = vars(module)
         _zero_rates(attributes)
         for name, value in attributes.items():
-            if _is_config(name, value):
+            if (name == "config" or name.endswith("_config")) and hasattr(value, "__dict__") and not callable(value):
                 with contextlib.suppress(Exception):  # one that cannot be copied keeps its rates
                     attributes[name] = copy.deepcopy(value, copies)
     for config in copies.values():
         if not isinstance(config, nn.Module) and hasattr(config, "__dict__"):
             _zero_rates(vars(config))
-
-
-def _is_config(name: str, value: object) -> bool:
-    """Whether an attribute of a module is a configuration: by its name, an object with attributes of its own."""
-    return (name == "config" or name.endswith("_config")) and hasattr(value, "__dict__") and not callable(value)
 
 
 def _zero_rates(attributes: dict[str, object]) -> None:

@@ -119,9 +119,10 @@ def _complete(model: nn.Module, structure: Structure, styles: dict[str, str]) ->
         if isinstance(module, nn.Dropout) and module.p > 0 and name != entry and not within:
             return f"{name} applies dropout to hidden states that every rank has whole; each would drop other elements"
     tables = _vocabulary_tables(structure)
-    reason = _tied_otherwise(structure, tables)
-    if reason is not None:
-        return reason
+    head: Any = None if structure.head is None else structure.head[1]
+    for name, module in structure.embeddings:
+        if head is not None and name not in tables and module.weight is head.weight:
+            return f"{name} ({type(module).__name__}) is tied to the output head, and does more than look up rows"
     unit, unit_of = _unit(model, styles)
     return TensorPlan(
         styles=styles,
@@ -154,15 +155,6 @@ def _vocabulary_tables(structure: Structure) -> tuple[str, ...]:
         and module.max_norm is None
         and len(list(module.parameters())) == 1
     )
-
-
-def _tied_otherwise(structure: Structure, tables: tuple[str, ...]) -> str | None:
-    """Why the output head is not split: its weight is that of an embedding which is none of these tables."""
-    head: Any = None if structure.head is None else structure.head[1]
-    for name, module in structure.embeddings:
-        if head is not None and name not in tables and module.weight is head.weight:
-            return f"{name} ({type(module).__name__}) is tied to the output head, and does more than look up rows"
-    return None
 
 
 def _known_patterns(model: nn.Module) -> Mapping[str, str] | str:

@@ -284,7 +284,7 @@ def with_rounding(
     """
     kind: Any = type(optimizer)
     sharded = any(isinstance(parameter, DTensor) for parameter in held_by(optimizer))
-    if sharded and not is_elementwise(kind):
+    if sharded and not (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE):
         raise ConfigError(
             f"parameters={parameters} on shards needs an optimizer of torch.optim that treats each element by itself; "
             f"this one is {kind.__module__}.{kind.__qualname__}",
@@ -303,11 +303,6 @@ def with_rounding(
 def rounding_of(optimizer: torch.optim.Optimizer) -> StepRounding | None:
     """The rounding of what an optimizer keeps; None: nothing is rounded."""
     return optimizer.rounding if isinstance(optimizer, _Rounded) else None
-
-
-def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether an optimizer class is one of torch's that treat each element by itself."""
-    return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
