@@ -157,17 +157,18 @@ NOT_SWITCHABLE = "neither the model nor a part of it is one of transformers; its
 def attention_dropout(model: nn.Module) -> float:
     """The attention dropout rate of a transformers model, or the highest of those inside; 0 where none states one."""
     names = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob", "dropout_rate")
-    stated = ([getattr(inner.config, name, None) for name in names] for inner in language_models(model))
-    rates = ([rate for rate in found if isinstance(rate, float)] for found in stated)
-    return max((found[0] for found in rates if found), default=0.0)
+
+    def stated(config: Any) -> float:
+        return next((rate for name in names if isinstance(rate := getattr(config, name, None), float)), 0.0)
+
+    return max((stated(inner.config) for inner in language_models(model)), default=0.0)
 
 
 def _reason_against(models: Sequence[Any], value: str) -> str | None:
     """Why no model here would change; None where one of them does."""
-    reasons = [_reason_against_form(model, value) for model in models]
-    if all(reasons):
-        return reasons[0]
-    able = [model for model, reason in zip(models, reasons, strict=True) if reason is None]
+    able = [model for model in models if _reason_against_form(model, value) is None]
+    if not able:
+        return _reason_against_form(models[0], value)
     if all(model.config._attn_implementation == value for model in able):
         return f"{value} is what the model has already, which own stands for"
     return None

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoplan.strategies.techniques.loss_kernels import Kernel, rows_cross_entropy
+from autoplan.strategies.techniques.mesh import local_tensor
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum
 
@@ -68,11 +69,7 @@ class DeferredLoss:
     def parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias as plain tensors; over ranks that hold them whole, they are DTensors."""
         weight, bias = self.linear.weight, self.linear.bias
-        return _plain(weight), None if bias is None else _plain(bias)
-
-
-def _plain(parameter: Any) -> torch.Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        return local_tensor(weight), None if bias is None else local_tensor(bias)
 
 
 _CROSS_ENTROPY_OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")

@@ -36,14 +36,9 @@ def choose_kernel(precision: str, *, compiled: bool) -> Kernel:
         return recomputed_cross_entropy
     if precision == "bf16":
         return functools.partial(precomputed_cross_entropy, dtype=torch.bfloat16)
-    if has_torch_kernel():
+    if hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions"):  # torch's chunked one
         return functools.partial(_torch_kernel, keep_graph=compiled)
     return functools.partial(precomputed_cross_entropy, dtype=torch.float32)
-
-
-def has_torch_kernel() -> bool:
-    """Whether this torch has the chunked linear_cross_entropy."""
-    return hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
 
 
 ROW_MULTIPLE = {"cpu": 1, "cuda": 64}
