@@ -81,11 +81,6 @@ class Need:
         """Whether a value of the other knob will do."""
         return value in self.values if self.values else value >= self.at_least
 
-    @property
-    def example(self) -> Any:
-        """A value of the other knob that will do for every value of the knob."""
-        return self.values[-1] if self.values else self.at_least
-
     def describe(self) -> str:
         """`dp_shard >= 2` or `compile=block or model`."""
         return f"{self.knob}={' or '.join(self.values)}" if self.values else f"{self.knob} >= {self.at_least}"

@@ -25,5 +25,5 @@ def tried_values(knob: str) -> list[Any]:
 
 
 def needed_by(knob: str) -> dict[str, Any]:
-    """The other knobs that a knob needs, at values that will do."""
-    return {need.knob: need.example for need in knobs()[knob].needs}
+    """The other knobs that a knob needs, at values that will do for every value of the knob."""
+    return {need.knob: need.values[-1] if need.values else need.at_least for need in knobs()[knob].needs}

@@ -85,8 +85,9 @@ def test_a_knob_of_one_device_has_its_plain_value_alone_on_the_other(device: str
 def test_what_a_knob_needs_is_a_knob_and_a_value_of_it() -> None:
     for knob in KNOBS:
         for need in knobs()[knob].needs:
-            assert check_knob(need.knob, need.example) == need.example
-            assert need.is_met(need.example) and not need.is_met(getattr(PLAIN, need.knob))
+            example = needed_by(knob)[need.knob]
+            assert check_knob(need.knob, example) == example
+            assert need.is_met(example) and not need.is_met(getattr(PLAIN, need.knob))
     assert needed_by("gradient_sync") == {"dp_shard": 2}
     assert needed_by("compile_mode") == {"compile": "model"}
 
