@@ -73,7 +73,6 @@ class TrainingRun(Stepper):
             return self.optimizer_step(*self.forward_backward(batch))
         except BaseException:  # out of memory, Ctrl-C: a program may go on, and this step is no part of the next one
             self._clear_gradients()
-            self._gradients_finished = False
             if self.scaler is not None:  # else unscale_() says at the next step that it was called already
                 self.scaler._per_optimizer_states.pop(id(self.optimizer), None)
             raise

@@ -92,7 +92,6 @@ class Stepper:
         self._counts_ahead = counts_ahead
         self._hooks = hooks
         self._gradients = gradients
-        self._gradients_finished = False
         self._several_ranks = several_ranks
         self._own_gradients = own_gradients
         self._replays_graphs = replays_graphs
@@ -154,14 +153,6 @@ class Stepper:
         """DDP and FSDP2 average over the data-parallel ranks; the gradient is a sum over them."""
         return self._gradients.ranks / divisor
 
-    def finish_gradients(self) -> None:
-        """Completes the sums over ranks that the backward leaves open; once per step, optimizer_step() does it too."""
-        if self._gradients_finished:
-            return
-        for finish in self._gradients.finish:
-            finish()
-        self._gradients_finished = True
-
     def optimizer_step(self, total: torch.Tensor, count: torch.Tensor, divisor: torch.Tensor) -> StepResult:
         """Clips, steps the optimizer and the schedule, and clears the gradients.
 
@@ -179,8 +170,8 @@ class Stepper:
         unfrozen = [p for p in self._frozen if p.requires_grad and (p.grad is not None or self._several_ranks)]
         if unfrozen:
             self._take_in(unfrozen)
-        self.finish_gradients()
-        self._gradients_finished = False
+        for finish in self._gradients.finish:
+            finish()
         total = self._gradients.sum_over_ranks(total)
         count = self._gradients.sum_over_ranks(count)
         if self.scaler is not None:

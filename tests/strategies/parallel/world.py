@@ -198,15 +198,14 @@ def take_step(
         plant(run)
     before = gather_full(dict(named_parameters(run.model)), run.mesh)
     batch = run.local_share(workload.make_batch(workload.global_batch, 0))
-    total, count, divisor = run.forward_backward(batch)
-    run.finish_gradients()
-    if run.scaler is not None:
-        run.scaler.unscale_(run.optimizer)
-        run.scaler.unscale_ = lambda optimizer: None  # type: ignore[method-assign]  # once is enough
-    gradients = gather_full(
-        {name: value.grad for name, value in named_parameters(run.model) if value.grad is not None}, run.mesh
-    )
-    result = run.optimizer_step(total, count, divisor)
+    gradients: dict[str, torch.Tensor] = {}
+
+    def observe() -> None:
+        held = {name: value.grad for name, value in named_parameters(run.model) if value.grad is not None}
+        gradients.update(gather_full(held, run.mesh))
+
+    run.observe_gradients(observe)
+    result = run.optimizer_step(*run.forward_backward(batch))
     after = gather_full(dict(named_parameters(run.model)), run.mesh)
     if context.rank == 0:
         changes = {name: after[name] - before[name] for name in before}
