@@ -204,24 +204,15 @@ class _Saved:
 
 
 class HostActivations(torch.autograd.graph.saved_tensors_hooks):
-    """Opened around one forward; the backward of what it made may run outside of it.
+    """Opened around one forward; the backward of what it made may run outside of it."""
 
-    Attributes:
-        moved_bytes: What the forward has put on the host.
-
-    Args:
-        smallest_bytes: Smaller tensors stay; None: SMALLEST_BYTES.
-    """
-
-    def __init__(self, smallest_bytes: int | None = None) -> None:
-        self._smallest = SMALLEST_BYTES if smallest_bytes is None else smallest_bytes
+    def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
-        self.moved_bytes = 0
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided  # no parameter, no class of its own
-        if not plain or isinstance(tensor._base, nn.Parameter) or tensor.nbytes < self._smallest:
+        if not plain or isinstance(tensor._base, nn.Parameter) or tensor.nbytes < SMALLEST_BYTES:
             return tensor.detach()  # a result that held itself would stay where no backward runs
         size, strides, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
         start, count = offset, tensor.numel()
@@ -242,7 +233,6 @@ class HostActivations(torch.autograd.graph.saved_tensors_hooks):
             if found is not None and not earlier.expired():  # the storage at that address may be another one by now
                 return found
         saved = _Saved(flat)
-        self.moved_bytes += flat.nbytes
         self._known[key] = storage, weakref.ref(saved)
         return saved
 
