@@ -8,11 +8,10 @@ Conv1D of transformers (GPT-2), which torchao does not know. Recipes and formats
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,8 +29,6 @@ from autoplan.strategies.workloads.workload import Workload
 LEAST_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 """Compute capability from which torch._scaled_mm multiplies: Ada and Hopper with one scale, Hopper with rows of them
 (torch's own check, aten/src/ATen/native/cuda/Blas.cpp)."""
-
-_EMULATED: ContextVar[bool] = ContextVar("emulated", default=False)
 
 
 class Fp8Strategy:
@@ -56,14 +53,14 @@ class Fp8Strategy:
             return
         check_applies(build.config, self.name, reason_against_fp8(build.structure, recipe, build.device.type))
         names = [name for name, _ in selected_linears(build.structure, recipe)]
-        use_fp8(build.model, names, recipe, emulates=_EMULATED.get())
+        use_fp8(build.model, names, recipe)
 
 
 def reason_against_fp8(
     structure: Structure, recipe: str, device: str, capability: tuple[int, int] | None = None
 ) -> str | None:
     """Why the products of a model cannot be in fp8; None if they can. `capability`: None is that of the GPU here."""
-    chip = None if _EMULATED.get() else _reason_against_chip(recipe, device, capability)
+    chip = _reason_against_chip(recipe, device, capability)
     reasons = [] if chip is None else [chip]
     if is_elsewhere(device):
         pass  # what is installed there is not known
@@ -98,7 +95,7 @@ def _reason_against_torchao() -> str | None:
 
 def selected_linears(structure: Structure, recipe: str) -> list[tuple[str, nn.Linear]]:
     """The linear layers of a model whose products are in fp8, by name."""
-    names = fp8_linears(structure.model, _blocks(structure), recipe, every_size=_EMULATED.get())
+    names = fp8_linears(structure.model, _blocks(structure), recipe)
     return [(name, structure.model.get_submodule(name)) for name in names]  # type: ignore[misc]
 
 
@@ -120,28 +117,26 @@ def reason_against_layers(model: nn.Module, blocks: Sequence[str], recipe: str) 
     return f"no linear layer of the blocks is taken; the weight of the largest, {reason or 'a router or adapter'}"
 
 
-def fp8_linears(model: nn.Module, blocks: Sequence[str], recipe: str, *, every_size: bool = False) -> list[str]:
+def fp8_linears(model: nn.Module, blocks: Sequence[str], recipe: str) -> list[str]:
     """The names of the linear layers whose products are in fp8.
 
     Args:
         model: The model.
         blocks: The names of its repeated blocks.
         recipe: tensorwise or rowwise, for what is large enough.
-        every_size: Small ones too, as long as fp8 takes their sizes.
     """
     return [
         name
         for name, linear in _linears(model, blocks)
-        if _is_aligned(linear)
-        and (every_size or reason_against_sizes(linear.out_features, linear.in_features, recipe) is None)
+        if reason_against_sizes(linear.out_features, linear.in_features, recipe) is None
     ]
 
 
 def linear_weights(structure: Structure) -> tuple[tuple[int, int, int], ...]:
     """The sizes of the linear layers of a model that fp8 takes if they are large enough: outputs, inputs, how many."""
     linears = (linear for _, linear in _linears(structure.model, _blocks(structure)))
-    sizes = Counter((one.out_features, one.in_features) for one in linears if _is_aligned(one))
-    return tuple((n, k, count) for (n, k), count in sorted(sizes.items()))
+    sizes = Counter((one.out_features, one.in_features) for one in linears)
+    return tuple((n, k, count) for (n, k), count in sorted(sizes.items()) if n % MULTIPLE == k % MULTIPLE == 0)
 
 
 def _linears(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
@@ -153,10 +148,6 @@ def _linears(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.
                 yield name, module
 
 
-def _is_aligned(linear: nn.Linear) -> bool:
-    return linear.out_features % MULTIPLE == 0 and linear.in_features % MULTIPLE == 0
-
-
 def _is_special(name: str, module: nn.Linear) -> bool:
     """Whether a layer is a router or an adapter, or holds what a replaced module would lose."""
     parts = name.split(".")
@@ -166,7 +157,7 @@ def _is_special(name: str, module: nn.Linear) -> bool:
     return "forward" in vars(module) or any(getattr(module, name) for name in hooks)
 
 
-def use_fp8(model: nn.Module, names: Sequence[str], recipe: str, *, emulates: bool = False) -> None:
+def use_fp8(model: nn.Module, names: Sequence[str], recipe: str) -> None:
     """Has torchao replace linear layers, in place.
 
     The gradient of a weight sums over the rows of a batch, in steps of MULTIPLE (`torch._scaled_mm`). Rows that it does
@@ -176,14 +167,10 @@ def use_fp8(model: nn.Module, names: Sequence[str], recipe: str, *, emulates: bo
         model: The model.
         names: Of the layers.
         recipe: tensorwise or rowwise.
-        emulates: Operands are rounded as they would be, and multiplied in fp32: on any device, and slow.
     """
-    from dataclasses import replace
-
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config: Any = Float8LinearConfig.from_recipe_name(recipe)
-    config = replace(config, pad_inner_dim=False, emulate=emulates)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=False)
     taken = set(names)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in taken)
     for name in names:
@@ -208,16 +195,3 @@ def replaced_linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     from torchao.float8.float8_linear import Float8Linear
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear)]
-
-
-@contextlib.contextmanager
-def emulated_fp8() -> Iterator[None]:
-    """Here fp8 runs on any device and on small layers too: torchao rounds the operands and multiplies in fp32.
-
-    For tests of the numbers on machines without such a chip. Nothing that a search, a plan or a training does opens it.
-    """
-    token = _EMULATED.set(True)
-    try:
-        yield
-    finally:
-        _EMULATED.reset(token)

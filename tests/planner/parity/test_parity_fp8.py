@@ -7,11 +7,12 @@ from autoplan.planner.parity.tolerances import TOLERANCES, tolerance_of
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.techniques import fp8 as fp8_module
-from autoplan.strategies.techniques.fp8 import RECIPES, emulated_fp8, selected_linears
+from autoplan.strategies.techniques.fp8 import RECIPES, selected_linears
 from tests.cases import some
 from tests.contracts.parity_contract import check_parity, check_parity_of
 from tests.planner.parity import planted
 from tests.planner.parity.planted import failed, seen
+from tests.strategies.emulated import emulated_fp8
 from tests.strategies.tiny import BERT, LLAMA, T5, language
 
 pytestmark = pytest.mark.torchao

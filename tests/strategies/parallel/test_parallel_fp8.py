@@ -11,7 +11,8 @@ import torch
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.run import TrainingRun
-from autoplan.strategies.techniques.fp8 import RECIPES, emulated_fp8
+from autoplan.strategies.techniques.fp8 import RECIPES
+from tests.strategies.emulated import emulated_fp8
 from tests.strategies.parallel.world import Case, Steps
 
 pytestmark = [

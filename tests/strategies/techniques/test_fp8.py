@@ -19,7 +19,6 @@ from autoplan.strategies.techniques import fp8
 from autoplan.strategies.techniques.fp8 import (
     RECIPES,
     Fp8Strategy,
-    emulated_fp8,
     fp8_linears,
     linear_weights,
     reason_against_fp8,
@@ -28,6 +27,7 @@ from autoplan.strategies.techniques.fp8 import (
 from autoplan.strategies.techniques.rules import incompatible
 from autoplan.strategies.techniques.sizes import reason_against_sizes
 from tests.recorded import make_hardware
+from tests.strategies.emulated import emulated_fp8, reason_against_odd_sizes
 from tests.strategies.tiny import GPT2, LLAMA, language
 
 FP8 = {"micro_batch": 2, "precision": "bf16", "fp8": "tensorwise"}
@@ -121,9 +121,10 @@ class Block(nn.Module):
         self.down = nn.Linear(64, 32)
 
 
-def test_what_a_replaced_module_would_change_or_lose_stays():
+def test_what_a_replaced_module_would_change_or_lose_stays(monkeypatch):
+    monkeypatch.setattr(fp8, "reason_against_sizes", reason_against_odd_sizes)
     model = nn.Sequential(nn.Linear(32, 32), nn.ModuleList([Block(), Block()]))
-    assert fp8_linears(model, ["1.0", "1.1"], "tensorwise", every_size=True) == [
+    assert fp8_linears(model, ["1.0", "1.1"], "tensorwise") == [
         *("1.0.up", "1.0.down"),
         *("1.1.up", "1.1.down"),
     ]
@@ -206,7 +207,8 @@ def test_a_replaced_layer_computes_the_recipe(recipe):
     torch.manual_seed(0)
     theirs, ours = nn.Sequential(nn.Linear(48, 32)), nn.Sequential(nn.Linear(48, 32))
     ours.load_state_dict(theirs.state_dict())
-    use_fp8(theirs, ["0"], recipe, emulates=True)
+    with emulated_fp8():
+        use_fp8(theirs, ["0"], recipe)
     RoundedProducts([ours[0]], recipe)
     gradient = torch.randn(2, 24, 32).bfloat16().float()
     found = []
@@ -230,7 +232,8 @@ def test_real_products_are_those_of_the_emulation(recipe):
     real, emulated = nn.Sequential(nn.Linear(48, 32)), nn.Sequential(nn.Linear(48, 32))
     emulated.load_state_dict(real.state_dict())
     use_fp8(real, ["0"], recipe)
-    use_fp8(emulated, ["0"], recipe, emulates=True)
+    with emulated_fp8():
+        use_fp8(emulated, ["0"], recipe)
     for rows in (32, 17, 48):  # the batches of one training may have any length
         x, gradient = torch.randn(rows, 48).bfloat16(), torch.randn(rows, 32).bfloat16()
         found = []
