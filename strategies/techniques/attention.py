@@ -228,21 +228,17 @@ def reason_against_maskless(base: Any, implementation: str | None = "sdpa") -> s
     return None
 
 
-def use_maskless_attention(models: list[Any]) -> int:
+def use_maskless_attention(models: list[Any]) -> None:
     """Has the decoders among these models attend without a mask tensor where nothing needs one.
 
     Args:
         models: Models of transformers; changed in place.
-
-    Returns:
-        How many of them do.
     """
-    bases = [getattr(model, "base_model", model) for model in models]
-    able = [base for base in bases if reason_against_maskless(base) is None]
-    for base in able:
-        base.register_forward_pre_hook(_choose, with_kwargs=True)
-        base.register_forward_hook(_put_back)
-    return len(able)
+    for model in models:
+        base = getattr(model, "base_model", model)
+        if reason_against_maskless(base) is None:
+            base.register_forward_pre_hook(_choose, with_kwargs=True)
+            base.register_forward_hook(_put_back)
 
 
 def _choose(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -230,7 +230,7 @@ class PipelineEngine:
         self._build = build
         self._stages = stages
         self._group = mesh.get_group("pp")
-        self._first, self._last = 0 in cut.own, len(cut.bounds) - 1 in cut.own
+        self._last = len(cut.bounds) - 1 in cut.own
         self._scale: torch.Tensor = torch.ones((), device=build.device)
         shape = list(cut.trace.hidden_shape)
         shape[0] = config.micro_batch

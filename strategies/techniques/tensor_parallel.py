@@ -104,8 +104,7 @@ def split_model(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, blocks: Se
             splitter.split_table(module)
     if plan.head is not None and (linear := _held(model, plan.head)) is not None:
         splitter.split_head(linear)
-    sequence_parallel = [*blocks, plan.exit]
-    splitter.replicate_rest(lambda name: any(name == part or name.startswith(part + ".") for part in sequence_parallel))
+    splitter.replicate_rest([*blocks, plan.exit])
     _place_collectives(model, plan, mesh)
 
 
@@ -248,7 +247,7 @@ class _Splitter:
         self.distribute(embedding, "weight", Shard(0))
         embedding.forward = functools.partial(_vocabulary_forward, embedding, self._mesh)
 
-    def replicate_rest(self, is_sequence_parallel: Callable[[str], bool]) -> None:
+    def replicate_rest(self, sequence_parallel: Sequence[str]) -> None:
         """Holds every other parameter whole on each rank; where the sequence is split, gradients are summed."""
         for name, module in self._model.named_modules():
             held = [key for key, value in module._parameters.items() if value is not None]
@@ -256,7 +255,8 @@ class _Splitter:
                 self.distribute(module, key, Replicate())
             placements = [p for key in held for p in module._parameters[key].placements]
             if held and all(p.is_replicate() for p in placements) and "forward" not in vars(module):
-                gradient = Partial() if is_sequence_parallel(name) else Replicate()
+                splits_sequence = any(name == part or name.startswith(part + ".") for part in sequence_parallel)
+                gradient = Partial() if splits_sequence else Replicate()
                 module.forward = functools.partial(_replicated_forward, module, tuple(held), gradient)
 
 
