@@ -137,6 +137,7 @@ class Strategy(Protocol):
 
     def apply(self, build: Build) -> None:
         """Nothing: another technique applies it."""
+        return  # else mypy takes it for abstract
 
 
 def compute_capability(hardware: HardwareProfile) -> tuple[int, int]:
