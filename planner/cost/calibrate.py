@@ -11,17 +11,14 @@ what they have not seen stays wide.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoplan.planner.cost.columns import Floats
 
 # How far off a part is taken to be before any trial, as a standard deviation of its logarithm. Assumed, from what was
-# seen of measured rates on a few machines: products were timed by the probe, what a compiler leaves was not. The closed
-# form has priors of its own (analytical/step_time.py), since its rates come from datasheets.
+# seen of measured rates on a few machines: products were timed by the probe, what a compiler leaves was not.
 PRIOR_SD = {
     "matmul/full": 0.15,
     "matmul/half": 0.20,
@@ -46,55 +43,6 @@ MOST_STEPS = 12
 LARGEST_Z = 30.0
 # A measurement counts as at most so many standard deviations off when intervals are widened
 WORST_SURPRISE = 8.0
-
-
-def _hazard(z: Floats) -> Floats:
-    """The normal density at z over the distribution function at z."""
-    below = np.array([0.5 * math.erfc(-value / math.sqrt(2.0)) for value in z])
-    return np.asarray(np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) / below)
-
-
-def gauss_newton(
-    predict: Callable[[Floats], tuple[Floats, Floats]],
-    seen: Floats,
-    weights: Floats,
-    prior_sd: Floats,
-    at_least: NDArray[np.bool_] | None = None,
-) -> tuple[Floats, Floats]:
-    """The most probable logarithms of factors, given measured times and a normal prior.
-
-    Gauss-Newton on the sum of weights x (log seen - log predicted)^2 and (theta / prior_sd)^2. A time
-    that is only known to be longer than what was seen counts by its probability, Phi(z) with z = (log predicted - log
-    seen) x sqrt(weight), in the place of the square (Tobin 1958; each step takes the first two derivatives of -log Phi,
-    as Amemiya 1984, section 4, has them). So it pulls a prediction that lies below it, and leaves one above it alone.
-
-    Args:
-        predict: From theta of shape (factors,) to the logarithms of the predicted times, of shape (times,), and their
-            slopes by theta, of shape (times, factors).
-        seen: Logarithms of the measured times.
-        weights: 1 / variance of each of them.
-        prior_sd: Standard deviations of the prior.
-        at_least: Which of the times are lower bounds; None: none.
-
-    Returns:
-        theta, and its covariance.
-    """
-    precision = np.diag(1 / np.square(prior_sd))
-    theta = np.zeros(len(prior_sd))
-    for _ in range(MOST_STEPS):
-        expected, slope = predict(theta)
-        weight, pull = weights, weights * (seen - expected)
-        if at_least is not None and at_least.any():
-            z = np.clip((expected - seen) * np.sqrt(weights), -LARGEST_Z, LARGEST_Z)
-            hazard = _hazard(z)
-            weight = np.where(at_least, weights * hazard * (hazard + z), weight)
-            pull = np.where(at_least, np.sqrt(weights) * hazard, pull)
-        hessian = slope.T @ (weight[:, None] * slope) + precision
-        step = np.linalg.solve(hessian, slope.T @ pull - precision @ theta)
-        theta = theta + np.clip(step, -LONGEST_STEP, LONGEST_STEP)
-        if np.abs(step).max() < SHORTEST_STEP:
-            break
-    return theta, np.asarray(np.linalg.inv(hessian), dtype=np.float64)
 
 
 @dataclass(slots=True)
@@ -138,16 +86,34 @@ class TimeFit:
         self._fit()
 
     def _fit(self) -> None:
-        parts = np.array(self.rows)
+        """The most probable theta and its covariance, by Gauss-Newton.
 
-        def predict(theta: Floats) -> tuple[Floats, Floats]:
+        It is on the sum of (log seen - log predicted)^2 / noise^2 and (theta / prior_sd)^2. A time that is only known
+        to be longer than what was seen counts by its probability, Phi(z) with z = (log predicted - log seen) / noise,
+        in the place of the square (Tobin 1958; each step takes the first two derivatives of -log Phi, as Amemiya 1984,
+        section 4, has them). So it pulls a prediction that lies below it, and leaves one above it alone.
+        """
+        parts, seen, weights = np.array(self.rows), np.log(self.seen), np.array(self.weights)
+        at_least = np.array(self.at_least)
+        precision = np.diag(1 / np.square(self.prior_sd))
+        theta = np.zeros(len(self.prior_sd))
+        for _ in range(MOST_STEPS):
             scaled = parts * np.exp(theta)
             predicted = scaled.sum(axis=1)
-            return np.log(predicted), scaled / predicted[:, None]
-
-        self.theta, self.covariance = gauss_newton(
-            predict, np.log(self.seen), np.array(self.weights), self.prior_sd, np.array(self.at_least)
-        )
+            expected, slope = np.log(predicted), scaled / predicted[:, None]
+            weight, pull = weights, weights * (seen - expected)
+            if at_least.any():
+                z = np.clip((expected - seen) * np.sqrt(weights), -LARGEST_Z, LARGEST_Z)
+                below = np.array([0.5 * math.erfc(-value / math.sqrt(2.0)) for value in z])
+                hazard = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) / below  # density over distribution function
+                weight = np.where(at_least, weights * hazard * (hazard + z), weight)
+                pull = np.where(at_least, np.sqrt(weights) * hazard, pull)
+            hessian = slope.T @ (weight[:, None] * slope) + precision
+            step = np.linalg.solve(hessian, slope.T @ pull - precision @ theta)
+            theta = theta + np.clip(step, -LONGEST_STEP, LONGEST_STEP)
+            if np.abs(step).max() < SHORTEST_STEP:
+                break
+        self.theta, self.covariance = theta, np.asarray(np.linalg.inv(hessian), dtype=np.float64)
 
     def predict(self, parts: Floats) -> tuple[Floats, Floats]:
         """Seconds and the standard deviation of their logarithm, for parts of shape (factors, candidates)."""

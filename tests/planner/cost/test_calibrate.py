@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, TimeFit, gauss_newton
+from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, TimeFit
 from autoplan.planner.cost.columns import Floats
 
 MATMUL, MEMORY = FACTORS.index("matmul/full"), FACTORS.index("memory")
@@ -55,17 +55,15 @@ def test_times_and_bounds_go_together():
 
 def test_the_maximum_is_that_of_the_likelihood():
     """By a grid: normal density of one time, normal distribution function of one bound, normal prior."""
-    seen, weights = np.log(np.array([1.0, 1.4])), np.full(2, 1 / NOISE_SD**2)
-
-    def predict(theta: Floats) -> tuple[Floats, Floats]:
-        return np.repeat(theta, 2), np.ones((2, 1))
-
-    theta, _ = gauss_newton(predict, seen, weights, np.array([0.3]), at_least=np.array([False, True]))
+    fit = TimeFit(prior_sd=np.array([0.3]), theta=np.zeros(1))
+    fit.observe(np.array([1.0]), 1.0)
+    fit.observe(np.array([1.0]), 1.4, at_least=True)
+    seen = np.log(np.array([1.0, 1.4]))
     grid = np.linspace(-0.5, 0.8, 130_001)
     z = (grid - seen[1]) / NOISE_SD
     below = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in z])
     loss = 0.5 * ((grid - seen[0]) / NOISE_SD) ** 2 - np.log(below) + 0.5 * (grid / 0.3) ** 2
-    assert theta[0] == pytest.approx(grid[np.argmin(loss)], abs=1e-3)
+    assert fit.theta[0] == pytest.approx(grid[np.argmin(loss)], abs=1e-3)
 
 
 def test_a_disturbed_time_moves_the_factors_less():
