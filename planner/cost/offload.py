@@ -103,7 +103,9 @@ def device_states(states: StateBytes, moved: Offloaded, columns: Columns, size: 
     whole_gradients = columns.keeps_whole_gradients
     on_host = moved.offload == PARAMETERS
     away = on_host | (moved.offload == OPTIMIZER)
-    piece = piece_share(columns, size)
+    stepped = rank_parameters(size, columns) * size.trained_share / columns.shards
+    largest = np.asarray(size.largest_parameter) / columns.shards
+    piece = np.minimum(np.maximum(PIECE_BYTES / 4.0, largest) / np.maximum(stepped, 1.0), 1.0)
     in_pieces = piece * (states.optimizer + states.temporaries)
     temporaries = np.where(moved.offload == OPTIMIZER, in_pieces, states.temporaries)
     return replace(
@@ -116,44 +118,21 @@ def device_states(states: StateBytes, moved: Offloaded, columns: Columns, size: 
     )
 
 
-def piece_share(columns: Columns, size: ModelSize) -> Floats:
-    """Of the parameters that a rank steps, the share of one piece of a step with states on the host."""
-    stepped = rank_parameters(size, columns) * size.trained_share / columns.shards
-    largest = np.asarray(size.largest_parameter) / columns.shards
-    return np.asarray(np.minimum(np.maximum(PIECE_BYTES / 4.0, largest) / np.maximum(stepped, 1.0), 1.0))
-
-
-def left_bytes(moved: Offloaded, block_saved_bytes: Floats) -> Floats:
-    """Bytes by which a micro-step's peak shrinks: all that blocks save, but two blocks'."""
-    return np.asarray(np.maximum(moved.activations - 2 * block_saved_bytes, 0.0))
-
-
-def transfer_s(
-    moved: Offloaded,
-    link: HostLink,
-    columns: Columns,
-    *,
-    micro_step_s: Floats,
-    device: str,
-) -> Floats:
+def transfer_s(moved: Offloaded, link: HostLink, columns: Columns, micro_step_s: Floats, device: str) -> Floats:
     """Seconds of an optimizer step in which copies to and from the host show.
 
     Args:
-        moved: What is moved.
+        moved: What is moved; half of FSDP2's shards are parameters, half gradients where all train.
         link: Its rates.
         columns: The configurations.
         micro_step_s: Compute of one micro-step.
         device: cpu or cuda.
     """
     both_ways = 1 / link.to_device_bytes_per_s + 1 / link.to_host_bytes_per_s
-    shards = _shards_s(moved, link, columns, OVERLAP[device] * micro_step_s)
-    return (moved.states * (moved.offload == OPTIMIZER) + columns.accumulation * moved.activations) * both_ways + shards
-
-
-def _shards_s(moved: Offloaded, link: HostLink, columns: Columns, hides: Floats) -> Floats:
-    """FSDP2's shards: half of `shards` are parameters, half gradients where all train."""
+    hides = OVERLAP[device] * micro_step_s
     gatherings = np.where(columns.sharding == SHARDINGS.index("zero3"), 2.0, 1.0)
     half = moved.shards / 2
     coming = np.maximum(gatherings * half / link.to_device_bytes_per_s - hides, 0.0)
     going = np.maximum(half / link.to_host_bytes_per_s - BACKWARD_SHARE * hides, 0.0)
-    return np.asarray(columns.accumulation * coming + reductions(columns) * going)
+    shards = np.asarray(columns.accumulation * coming + reductions(columns) * going)
+    return (moved.states * (moved.offload == OPTIMIZER) + columns.accumulation * moved.activations) * both_ways + shards

@@ -76,7 +76,7 @@ class Shape:
         capacity: Rows of an expert's product over an equal share of the tokens.
         query_rank, kv_rank, rope_dim: Of latent attention; kv_rank of 0: plain attention.
         apart: Queries, keys, values are products of their own, and gate and up too.
-        width: Bytes of an element that products read and write. `residual`: of the stream between blocks.
+        width: Bytes of an element that products read and write.
         plain_attention: Scores are written to memory.
         selective: Checkpointing per operation.
         fp8: Products of the blocks run in 8 bits.
@@ -105,7 +105,6 @@ class Shape:
     rope_dim: Number = 0.0
     apart: bool | Bools = False
     width: Number = 2.0
-    residual: Number = 2.0
     plain_attention: bool | Bools = False
     selective: bool | Bools = False
     fp8: bool | Bools = False
@@ -172,9 +171,8 @@ def transformer_groups(d: Shape) -> list[OperationGroup]:
     """
     products = block_products(d)
     groups = [group for product in products for group in _product_groups(d, product, "block")]
-    attention, fused = _attention_groups(d)
-    groups += attention
-    launched = sum((np.asarray(p.count) for p in products), np.asarray(0.0)) + fused
+    groups += _attention_groups(d)
+    launched = sum((np.asarray(p.count) for p in products), np.asarray(0.0)) + 1.0
     passes = BLOCK_PASSES + np.where(d.fp8, FP8_PASSES, 0.0)
     outer = 2.0 * d.seq_len * passes * d.hidden
     gates = np.where(d.gated, 2.0, 1.0)
@@ -183,7 +181,7 @@ def transformer_groups(d: Shape) -> list[OperationGroup]:
     scores = 2.0 * SCORE_PASSES * d.heads * d.seq_len * d.document_len * np.where(d.plain_attention, 1.0, 0.0)
     again = np.where(d.selective, PASSES_AGAIN, 0.0)
     few = np.maximum(BLOCK_LAUNCHES - launched, 1.0) / 3
-    many = np.maximum(LAUNCH_BACKWARD * BLOCK_LAUNCHES - 2 * launched + fused, 1.0) / 3
+    many = np.maximum(LAUNCH_BACKWARD * BLOCK_LAUNCHES - 2 * launched + 1.0, 1.0) / 3
     for name, moved, split in (("norms, residuals", outer, "all"), ("activation", inner, "n"), ("scores", scores, "n")):
         groups.append(_memory(name, "forward", few, moved / few, split))
         groups.append(_memory(name, "backward", many, MEMORY_BACKWARD * moved / many, split))
@@ -239,32 +237,30 @@ def _product(
     )
 
 
-def _attention_groups(d: Shape) -> tuple[list[OperationGroup], Number]:
-    """Attention, fused or as two products of each head, and how many fused ones a block has."""
+def _attention_groups(d: Shape) -> list[OperationGroup]:
+    """Attention, fused or as two products of each head."""
     plain = np.asarray(d.plain_attention)
     t, seen = d.seq_len, d.document_len
     flops = 2.0 * t * seen * (d.attention_width + d.value_width)
     fused = ~plain * 1.0
-    groups = []
     phases = [("attention", "forward", fused, 1.0), ("attention", "backward", fused, FUSED_BACKWARD)]
     phases += [(AGAIN + "attention", "backward", fused * np.asarray(d.selective), 1.0)]
     phases += [("plain attention", "forward", plain * 1.0, 1.0), ("plain attention", "backward", plain * 1.0, 2.0)]
     phases += [(AGAIN + "plain attention", "backward", plain & np.asarray(d.selective), 1.0)]
-    for name, phase, count, factor in phases:
-        if np.any(count):
-            groups.append(
-                OperationGroup.model_construct(
-                    name=name,
-                    kind="attention",
-                    segment="block",
-                    phase=phase,
-                    dtype="plain" if "plain" in name else "bfloat16",
-                    count=count * 1.0,
-                    flops=_line(per_sample=factor * flops),
-                    tensor_split="batch",
-                )
-            )
-    return groups, np.asarray(1.0)
+    return [
+        OperationGroup.model_construct(
+            name=name,
+            kind="attention",
+            segment="block",
+            phase=phase,
+            dtype="plain" if "plain" in name else "bfloat16",
+            count=count * 1.0,
+            flops=_line(per_sample=factor * flops),
+            tensor_split="batch",
+        )
+        for name, phase, count, factor in phases
+        if np.any(count)
+    ]
 
 
 def _head_groups(d: Shape) -> list[OperationGroup]:

@@ -6,6 +6,9 @@ that say "tables" were set by the step times of llm-foundry, fms-fsdp and vTrain
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
 from autoplan.planner.cost.columns import Floats
@@ -15,7 +18,7 @@ from autoplan.probes.catalog import ChipSheet
 # Where the datasheet does not print it; it only rounds work up to whole waves of tiles.
 ASSUMED_PROCESSORS = 100.0
 # The share of the dense peak that large matrix products reach in a training loop, before any calibration; what tiles,
-# the filling of inner loops, launches and passes over memory cost comes on top (`product_seconds`). By architecture:
+# the filling of inner loops, launches and passes over memory cost comes on top (`DatasheetProducts`). By architecture:
 # - Hopper, 0.57: chosen while building on the published tables that set the constants of the closed form
 #   (docs/accuracy.md); no record says how. On their H100 rows in bf16 (llm-foundry 37, fms-fsdp 4), uncalibrated, it
 #   gives a mean error of 8.5 % and a bias of -3.5 %; the smallest mean error is 8.4 %, at 0.56 (9.8 % at 0.52, 9.9 %
@@ -57,40 +60,39 @@ def matmul_efficiency_of(sheet: ChipSheet | None) -> float:
     return MATMUL_EFFICIENCY.get("" if sheet is None else sheet.architecture, DEFAULT_MATMUL_EFFICIENCY)
 
 
-def product_seconds(
-    m: Floats,
-    n: Floats,
-    k: Floats,
-    *,
-    flops_per_s: float | Floats,
-    memory_bytes_per_s: float | Floats,
-    processors: float | Floats,
-    width: float | Floats,
-    batch: float | Floats = 1.0,
-) -> Floats:
-    """Seconds of a product of m x k by k x n, or of a batch of them at once.
+@dataclass(kw_only=True, slots=True)
+class DatasheetProducts:
+    """Seconds of a matrix product in one dtype on a chip of which only the datasheet is known.
 
     Tiles of 128 x 128 go to the multiprocessors in waves; where there are fewer tiles than those, k is split. Source:
     NVIDIA "Matrix Multiplication Background User's Guide", tile and wave quantization.
 
-    Args:
-        m, n, k, batch: Sizes. A product with a size of 0 takes no time.
+    Attributes:
         flops_per_s: What large products reach.
         memory_bytes_per_s: The datasheet's bandwidth.
         processors: Multiprocessors.
         width: Bytes of an element.
     """
-    some = np.asarray(batch * m * n * k) > 0
-    m, n, k, batch = (np.where(some, size, 1.0) for size in (m, n, k, batch))
-    tiles = batch * np.ceil(m / TILE) * np.ceil(n / TILE)
-    used = (m * n) / (np.ceil(m / TILE) * np.ceil(n / TILE) * TILE * TILE)
-    units = np.where(tiles < processors, tiles * np.clip(np.floor(k / 512), 1, 8), tiles)
-    waves = np.ceil(units / processors)
-    busy = units / (waves * processors)
-    filled = k / (k + K_FILL)
-    work = 2 * batch * m * n * k / (flops_per_s * used * busy * filled)
-    moved = batch * width * (m * k + k * n + m * n) / (BANDWIDTH_EFFICIENCY * memory_bytes_per_s)
-    return np.where(some, np.maximum(work, moved), 0.0)
+
+    flops_per_s: Any
+    memory_bytes_per_s: Any
+    processors: Any
+    width: Any
+    misaligned: float = 1.0
+
+    def seconds(self, m: Floats, n: Floats, k: Floats, batch: float | Floats = 1.0) -> Floats:
+        """Seconds of one product of each size, or of a batch of them at once; none with a size of 0."""
+        some = np.asarray(batch * m * n * k) > 0
+        m, n, k, batch = (np.where(some, size, 1.0) for size in (m, n, k, batch))
+        tiles = batch * np.ceil(m / TILE) * np.ceil(n / TILE)
+        used = (m * n) / (np.ceil(m / TILE) * np.ceil(n / TILE) * TILE * TILE)
+        units = np.where(tiles < self.processors, tiles * np.clip(np.floor(k / 512), 1, 8), tiles)
+        waves = np.ceil(units / self.processors)
+        busy = units / (waves * self.processors)
+        filled = k / (k + K_FILL)
+        work = 2 * batch * m * n * k / (self.flops_per_s * used * busy * filled)
+        moved = batch * self.width * (m * k + k * n + m * n) / (BANDWIDTH_EFFICIENCY * self.memory_bytes_per_s)
+        return np.where(some, np.maximum(work, moved), 0.0)
 
 
 def attention_rate(flops_per_s: float | Floats, head_dim: float | Floats = ASSUMED_HEAD_DIM) -> float | Floats:

@@ -7,8 +7,6 @@ step = passes x pipeline pass of (compute + tensor parallelism + sends)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from autoplan.planner.cost.columns import SCHEDULES, Columns, Floats
@@ -26,18 +24,16 @@ GATHER_FLOOR = 0.05
 GRADIENT_FLOOR = 0.15
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSeconds:
-    """Seconds per optimizer step beside the compute of the fullest stage."""
-
-    communication_s: Floats
-    bubble_s: Floats
-
-
 def step_seconds(
     columns: Columns, moved: Exchange, *, stage_s: Floats, all_stages_s: Floats, device: str
-) -> StepSeconds:
-    """The seconds that communication and the pipeline add to the compute of a step.
+) -> tuple[Floats, Floats]:
+    """The seconds that communication and the bubble of a pipeline add to the compute of a step on the fullest stage.
+
+    With equal stages a pass of a pipeline takes (m + (p - 1)/v) (tf + tb) for GPipe, 1F1B and their interleaved form,
+    bubble fraction (p - 1)/(v m) (Narayanan et al. 2021, section 2.2); with unequal ones the slowest sets the pace and
+    the first micro-batch still passes through all: sum of stages + (m - 1) x slowest, the sum's excess over the slowest
+    divided by v. Zero-bubble (ZB-H1) fills two thirds of the bubble with weight gradients (Qi et al. 2023, section
+    2.1).
 
     Args:
         columns: The configurations.
@@ -49,35 +45,16 @@ def step_seconds(
     inline = moved.tensor_s + moved.send_s
     one = stage_s + inline
     through = np.maximum(all_stages_s + columns.pp * inline, one)
+    fill = (through - one) / columns.virtual_stages
+    fill = np.where(columns.schedule == SCHEDULES.index("zero_bubble"), fill / 3, fill)
     micro_batches = columns.accumulation / columns.passes
-    whole = columns.passes * pass_seconds(columns, one, through, micro_batches)
+    whole = columns.passes * (micro_batches * one + np.where(columns.pp > 1, fill, 0.0))
     hidden = OVERLAP[device] * stage_s
     gather = np.maximum(moved.gather_s - hidden, GATHER_FLOOR * moved.gather_s)
     behind = BACKWARD_SHARE * hidden * reductions(columns)
     gradient = np.maximum(moved.gradient_s - behind, GRADIENT_FLOOR * moved.gradient_s)
-    return StepSeconds(
-        communication_s=columns.accumulation * (inline + gather) + gradient + moved.after_s,
-        bubble_s=np.maximum(whole - columns.accumulation * one, 0.0),
-    )
-
-
-def pass_seconds(columns: Columns, slowest_s: Floats, all_stages_s: Floats, micro_batches: Floats) -> Floats:
-    """Seconds of one pipeline pass.
-
-    With equal stages (m + (p - 1)/v) (tf + tb) for GPipe, 1F1B and their interleaved form, bubble fraction
-    (p - 1)/(v m) (Narayanan et al. 2021, section 2.2); with unequal ones the slowest sets the pace and the first
-    micro-batch still passes through all: sum of stages + (m - 1) x slowest, the sum's excess over the slowest divided
-    by v. Zero-bubble (ZB-H1) fills two thirds of the bubble with weight gradients (Qi et al. 2023, section 2.1).
-
-    Args:
-        columns: Degrees and schedule.
-        slowest_s: Forward and backward of one micro-batch on the slowest stage, sends included.
-        all_stages_s: The same, summed over the stages.
-        micro_batches: In one pass.
-    """
-    fill = (all_stages_s - slowest_s) / columns.virtual_stages
-    fill = np.where(columns.schedule == SCHEDULES.index("zero_bubble"), fill / 3, fill)
-    return np.asarray(micro_batches * slowest_s + np.where(columns.pp > 1, fill, 0.0))
+    communication_s = columns.accumulation * (inline + gather) + gradient + moved.after_s
+    return communication_s, np.maximum(whole - columns.accumulation * one, 0.0)
 
 
 def held_micro_batches(columns: Columns, micro_batches: Floats) -> Floats:

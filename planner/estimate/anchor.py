@@ -30,8 +30,9 @@ from autoplan.planner.cost.calibrate import FACTORS, PRIOR_SD
 from autoplan.planner.cost.columns import DTYPES, PRECISIONS, Floats
 from autoplan.planner.cost.communication import ASSUMED_LINK_EFFICIENCY, Links, links_of
 from autoplan.planner.cost.prediction import CONTEXT_BYTES
+from autoplan.planner.cost.roofline import DatasheetProducts
 from autoplan.planner.cost.traced.estimator import Estimator
-from autoplan.planner.cost.traced.rates import DatasheetProducts, MatmulFit, Rates
+from autoplan.planner.cost.traced.rates import MatmulFit, Rates
 from autoplan.planner.estimate.traced import (
     Place,
     TracedQuestion,

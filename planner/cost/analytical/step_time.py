@@ -33,16 +33,11 @@ from autoplan.planner.cost.prediction import (
     bound_of,
     spread,
 )
-from autoplan.planner.cost.roofline import (
-    EAGER_EFFICIENCY,
-    FP8_EFFICIENCY,
-    LAUNCH_S,
-    attention_rate,
-)
+from autoplan.planner.cost.roofline import EAGER_EFFICIENCY, FP8_EFFICIENCY, LAUNCH_S, DatasheetProducts, attention_rate
 from autoplan.planner.cost.states import state_bytes
 from autoplan.planner.cost.step import held_micro_batches
 from autoplan.planner.cost.traced.memory import MemoryParts, micro_step_peak, peak_parts, unit_gradient_bytes
-from autoplan.planner.cost.traced.rates import DatasheetProducts, Rates
+from autoplan.planner.cost.traced.rates import Rates
 from autoplan.planner.cost.traced.step_time import (
     BLOCK,
     PARTS,

@@ -77,8 +77,10 @@ def from_configs(
     first, kind = table.kinds(*VARIANT_KNOBS)
     pairs = [[keys.setdefault(key, len(keys)) for key in variants_of(table[int(place)])] for place in first]
     codes = np.array(pairs, dtype=np.int64).reshape(-1, 2)[kind]
+    first, kind = table.kinds("micro_batch", "dp_replicate", "dp_shard")
+    accumulation = np.array([table[int(place)].accumulation(global_batch) for place in first], dtype=np.float64)[kind]
     return Candidates(
-        **config_columns(table, accumulations(table, global_batch), device=device, num_blocks=num_blocks),
+        **config_columns(table, accumulation, device=device, num_blocks=num_blocks),
         variants=tuple(keys),
         variant=codes[:, 0],
         full_variant=codes[:, 1],
@@ -92,9 +94,3 @@ def from_configs(
         moments=table.column("optimizer_state", MOMENTS.index),
         threads=table.column("threads", lambda count: float(count or 0)),
     )
-
-
-def accumulations(table: ConfigTable, global_batch: int) -> Floats:
-    """Micro-batches per optimizer step and data-parallel rank; ConfigError where one does not divide the batch."""
-    first, kind = table.kinds("micro_batch", "dp_replicate", "dp_shard")
-    return np.array([table[int(place)].accumulation(global_batch) for place in first], dtype=np.float64)[kind]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoplan.planner.cost.columns import STATES, Floats
-from autoplan.planner.cost.offload import Offloaded, device_states, left_bytes, offloaded
+from autoplan.planner.cost.offload import Offloaded, device_states, offloaded
 from autoplan.planner.cost.states import ModelSize, StateBytes, StateWidths, state_bytes, state_widths
 from autoplan.planner.cost.step import held_micro_batches
 from autoplan.planner.cost.traced.candidates import MOMENT_SHARES, Candidates
@@ -96,7 +96,8 @@ def traced_memory(
     moved = traced_offload(variant, full, profile, c)
     states = device_states(state_bytes(c, size, widths), moved, c, size)
     first, later = _stage_peaks(variant, full, profile, size, c)
-    left = left_bytes(moved, _blend(variant.block_saved_bytes, full.block_saved_bytes, c))
+    # offloaded, all that blocks save is away but two blocks'
+    left = np.maximum(moved.activations - 2 * _blend(variant.block_saved_bytes, full.block_saved_bytes, c), 0.0)
     first, later = (np.maximum(peak - left, 0.0) for peak in (first, later))
     batch = profile.batch_bytes.at(c.samples * c.accumulation)
     return peak_parts(c, size, states, first, later, batch)

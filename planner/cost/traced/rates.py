@@ -23,10 +23,10 @@ from autoplan.planner.cost.prediction import BANDWIDTH_EFFICIENCY
 from autoplan.planner.cost.roofline import (
     FP8_EFFICIENCY,
     LAUNCH_S,
+    DatasheetProducts,
     attention_rate,
     matmul_efficiency_of,
     processors_of,
-    product_seconds,
 )
 from autoplan.probes import catalog
 from autoplan.probes.profile import Device
@@ -64,7 +64,6 @@ class MatmulFit:
     """
 
     coefficients: Floats
-    measured: bool
     misaligned: float = 1.0
 
     @property
@@ -76,31 +75,6 @@ class MatmulFit:
         """Seconds of one product of each size, or of a batch of them, which is one launch."""
         c = self.coefficients
         return batch * (c[0] * 2 * m * n * k + c[1] * m * n + c[2] * n * k + c[3] * m * k) + c[4]
-
-
-@dataclass(kw_only=True, slots=True)
-class DatasheetProducts:
-    """Seconds of a matrix product in one dtype on a chip of which only the datasheet is known."""
-
-    flops_per_s: Any
-    memory_bytes_per_s: Any
-    processors: Any
-    width: Any
-    measured: bool = False
-    misaligned: float = 1.0
-
-    def seconds(self, m: Floats, n: Floats, k: Floats, batch: float | Floats = 1.0) -> Floats:
-        """Seconds of one product of each size, or of a batch of them."""
-        return product_seconds(
-            m,
-            n,
-            k,
-            flops_per_s=self.flops_per_s,
-            memory_bytes_per_s=self.memory_bytes_per_s,
-            processors=self.processors,
-            width=self.width,
-            batch=batch,
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -194,7 +168,7 @@ def from_device(device: Device) -> Rates:
     if "float32" not in matmul:
         # a machine that was never probed: a product per cycle and lane of some 3 GHz core with 512-bit vectors
         cores = device.cores or 1
-        matmul["float32"] = MatmulFit(coefficients=np.array([1 / (5e10 * cores), 0, 0, 0, 5e-6]), measured=False)
+        matmul["float32"] = MatmulFit(coefficients=np.array([1 / (5e10 * cores), 0, 0, 0, 5e-6]))
         assumed.append("matmul rate: not measured, 50 GFLOP/s a core")
     attention = {}
     for dtype in ("float32", "bfloat16", "float16"):
@@ -272,7 +246,7 @@ def _measured_fit(device: Device, dtype: str) -> MatmulFit | None:
     aligned = [point for point in points if device.type == "cpu" or is_aligned(*point[:3])]
     if len(aligned) < 3:
         return None
-    fit = MatmulFit(coefficients=fit_matmul(np.array(aligned, dtype=np.float64)), measured=True)
+    fit = MatmulFit(coefficients=fit_matmul(np.array(aligned, dtype=np.float64)))
     others = [
         seconds / float(fit.seconds(*np.array([sizes]).T)[0]) for *sizes, seconds in points if not is_aligned(*sizes)
     ]
@@ -295,7 +269,7 @@ def _beside_bfloat16(
 
 def _in_8_bits(plain: MatmulFit, faster: float) -> MatmulFit:
     """bfloat16's fit with products so many times as fast, and operands of half the bytes; results stay in bf16."""
-    return MatmulFit(coefficients=plain.coefficients * np.array([1 / faster, 1.0, 0.5, 0.5, 1.0]), measured=False)
+    return MatmulFit(coefficients=plain.coefficients * np.array([1 / faster, 1.0, 0.5, 0.5, 1.0]))
 
 
 def _datasheet_fit(device: Device, dtype: str) -> DatasheetProducts | None:
@@ -328,9 +302,8 @@ def fit_matmul(points: Floats) -> Floats:
             solved, *_ = np.linalg.lstsq(terms[:, chosen] / scale[chosen], np.ones(len(points)), rcond=None)
             if (solved < 0).any():
                 continue
-            error = float(
-                ((terms[:, chosen] / scale[chosen]) @ solved - 1) @ ((terms[:, chosen] / scale[chosen]) @ solved - 1)
-            )
+            off = (terms[:, chosen] / scale[chosen]) @ solved - 1
+            error = float(off @ off)
             if error < best_error * 0.999:
                 best_error = error
                 best = np.zeros(5)

@@ -506,19 +506,13 @@ def parts_of_step(
     boundary = np.asarray(profile.boundary_bytes.at(c.samples) * boundary_width(c) / 4)
     moved = exchange(c, machine.links, size, widths, boundary, machine.block_exchange)
     stage, all_stages = _stage_seconds(machine, times, c, moved)
-    step = step_seconds(c, moved, stage_s=stage.sum(axis=0), all_stages_s=all_stages, device=machine.device)
+    stage_s = stage.sum(axis=0)
+    communication_s, bubble_s = step_seconds(c, moved, stage_s=stage_s, all_stages_s=all_stages, device=machine.device)
     parts = _factor_rows(machine, stage * c.accumulation, c)
     if moved_out is not None and np.any(moved_out.offload):
-        copies = transfer_s(
-            moved_out,
-            machine.host,
-            c,
-            micro_step_s=stage.sum(axis=0),
-            device=machine.device,
-        )
-        parts[FACTORS.index("communication")] = copies
-    parts[FACTORS.index("communication")] += step.communication_s
-    return parts, step.bubble_s, flops * c.accumulation * c.dp * c.cp
+        parts[FACTORS.index("communication")] = transfer_s(moved_out, machine.host, c, stage_s, machine.device)
+    parts[FACTORS.index("communication")] += communication_s
+    return parts, bubble_s, flops * c.accumulation * c.dp * c.cp
 
 
 def launch_over_work(machine: Machine, plain: VariantProfile, full: VariantProfile, c: Candidates) -> Floats:

@@ -235,7 +235,7 @@ def test_what_is_known_by_another_of_its_kind_is_not_run_without_a_bound(monkeyp
 
 def test_times_that_a_busy_machine_disturbed_are_left_out() -> None:
     """Products that take ten times as long as the probe found: nothing that was timed with them is used."""
-    fit = MatmulFit(coefficients=np.array([1e-11, 0.0, 0.0, 0.0, 0.0]), measured=True)
+    fit = MatmulFit(coefficients=np.array([1e-11, 0.0, 0.0, 0.0, 0.0]))
     rates = Rates(
         device="cpu",
         matmul={"float32": fit},
