@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.planner.cost.analytical.memory import MEMORY_SD, memory_verdicts
 from autoplan.planner.cost.analytical.rows import estimate_rows
+from autoplan.planner.cost.analytical.step_time import MEMORY_SD, memory_verdicts
 from autoplan.planner.cost.prediction import Z_90
 
 DATA = Path(__file__).parent / "data"

@@ -17,8 +17,7 @@ from autoplan.errors import ConfigError, WorkloadError
 from autoplan.planner.cost.analytical.cluster import Cluster, cluster_hardware, find_chip
 from autoplan.planner.cost.analytical.inputs import OTHER_INPUTS, check_names, read_inputs
 from autoplan.planner.cost.analytical.layout_search import LARGEST_MICRO_BATCH, Answer, Asked, in_order, powers
-from autoplan.planner.cost.analytical.memory import group_bytes
-from autoplan.planner.cost.analytical.step_time import EstimateTable, node_share, parts_by_name
+from autoplan.planner.cost.analytical.step_time import EstimateTable, group_bytes, node_share, parts_by_name
 from autoplan.planner.cost.columns import PRECISIONS, Floats
 from autoplan.planner.cost.prediction import CONTEXT_BYTES, RESERVE, Z_90, verdicts
 from autoplan.planner.cost.traced.candidates import Candidates, from_configs

@@ -11,14 +11,8 @@ from typing import Any
 import numpy as np
 
 from autoplan.errors import ConfigError, NoFeasiblePlanError
-from autoplan.planner.cost.analytical.layout_search import (
-    Answer,
-    Asked,
-    powers,
-    without,
-)
-from autoplan.planner.cost.analytical.memory import MEMORY_SD
-from autoplan.planner.cost.analytical.step_time import TIME_PARTS, node_share
+from autoplan.planner.cost.analytical.layout_search import Answer, Asked, powers, without
+from autoplan.planner.cost.analytical.step_time import MEMORY_SD, TIME_PARTS, node_share
 from autoplan.planner.cost.columns import CHECKPOINTING, SHARDINGS
 from autoplan.planner.cost.prediction import RESERVE, spread
 

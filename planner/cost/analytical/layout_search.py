@@ -22,8 +22,7 @@ from autoplan.planner.cost.analytical.inputs import (
     whole,
 )
 from autoplan.planner.cost.analytical.layouts import Layout, contradiction, make_layouts
-from autoplan.planner.cost.analytical.memory import memory_verdicts
-from autoplan.planner.cost.analytical.step_time import EstimateTable, estimate_layouts
+from autoplan.planner.cost.analytical.step_time import EstimateTable, estimate_layouts, memory_verdicts
 from autoplan.planner.cost.analytical.transformer import Transformer
 from autoplan.planner.cost.columns import CHECKPOINTING, Columns
 from autoplan.planner.cost.correction import Correction

@@ -34,6 +34,11 @@ OPTIMIZER_STATE_BYTES = {
     "sgd": 0.0,
     "lion": 4.0,
 }
+SIZES = (
+    *("hidden", "heads", "attention_width", "kv_width", "value_width", "ffn", "gated", "vocab", "dense", "experts"),
+    *("active", "expert_ffn", "shared_ffn", "query_rank", "kv_rank", "rope_dim", "apart"),
+)
+"""The columns that are fields of `operations.Shape` and follow from the model alone."""
 # A foreach Adam step has one temporary of the size of what it steps, the square root of the second moment, in fp32
 # (torch.optim, "Algorithms").
 FOREACH_TEMPORARY_BYTES = {"adamw": 4.0, "adam": 4.0}
@@ -67,7 +72,7 @@ class Layouts(Candidates):
     kv_width: Floats
     ffn: Floats
     vocab: Floats
-    gated_mlp: Bools
+    gated: Bools
     value_width: Floats
     dense: Floats
     experts: Floats
@@ -77,7 +82,7 @@ class Layouts(Candidates):
     query_rank: Floats
     kv_rank: Floats
     rope_dim: Floats
-    products_apart: Bools
+    apart: Bools
     block_experts: Floats
     document_len: Floats
     capacity: Floats
@@ -128,33 +133,14 @@ class Layouts(Candidates):
     @property
     def shape(self) -> Shape:
         """What the operations of each row follow from."""
+        said = {name: getattr(self, name) for name in (*SIZES, "seq_len", "document_len", "capacity", "selective")}
         return Shape(
-            seq_len=self.seq_len,
-            document_len=self.document_len,
-            hidden=self.hidden,
-            heads=self.heads,
-            attention_width=self.attention_width,
-            kv_width=self.kv_width,
-            value_width=self.value_width,
-            ffn=self.ffn,
-            gated=self.gated_mlp,
-            vocab=self.vocab,
-            dense=self.dense,
-            experts=self.experts,
-            active=self.active,
-            expert_ffn=self.expert_ffn,
-            shared_ffn=self.shared_ffn,
-            capacity=self.capacity,
-            query_rank=self.query_rank,
-            kv_rank=self.kv_rank,
-            rope_dim=self.rope_dim,
-            apart=self.products_apart,
             width=self.compute_width,
             plain_attention=self.eager_attention,
-            selective=self.selective,
             fp8=self.fp8 > 0,
             trained=self.trained_share,
             widened=np.where(self.frozen_bytes > 0, self.block_parameters * (self.frozen_bytes + 2.0), 0.0),
+            **said,
         )
 
     @property
@@ -249,25 +235,9 @@ def make_layouts(layouts: Sequence[Layout], rows: Sequence[Mapping[str, Any]], n
 
 def dimension_columns(model: Transformer) -> dict[str, Any]:
     """The columns of Layouts that a model fills."""
-    return {
+    shape = model.shape(1)
+    return {name: getattr(shape, name) for name in SIZES} | {
         "layers": float(model.layers),
-        "hidden": float(model.hidden),
-        "heads": float(model.heads),
-        "attention_width": float(model.attention_width),
-        "kv_width": float(model.kv_width),
-        "ffn": float(model.ffn),
-        "vocab": float(model.vocab),
-        "gated_mlp": model.gated_mlp,
-        "value_width": float(model.value_width),
-        "dense": model.dense_share,
-        "experts": float(model.experts),
-        "active": float(model.active_experts),
-        "expert_ffn": float(model.expert_ffn),
-        "shared_ffn": float(model.shared_ffn),
-        "query_rank": float(model.query_rank),
-        "kv_rank": float(model.kv_rank),
-        "rope_dim": float(model.rope_dim),
-        "products_apart": model.products_apart,
         "block_experts": float(model.expert_parameters),
         "parameters": float(model.parameters),
         "block_parameters": float(model.block_parameters),

@@ -26,8 +26,13 @@ from autoplan.planner.cost.analytical.inputs import (
     whole,
 )
 from autoplan.planner.cost.analytical.layouts import Layout, Layouts, contradiction, make_layouts
-from autoplan.planner.cost.analytical.memory import MEMORY_SD, memory_verdicts
-from autoplan.planner.cost.analytical.step_time import EstimateTable, estimate_layouts, peak_bytes
+from autoplan.planner.cost.analytical.step_time import (
+    MEMORY_SD,
+    EstimateTable,
+    estimate_layouts,
+    memory_verdicts,
+    peak_bytes,
+)
 from autoplan.planner.cost.analytical.transformer import Transformer, find_transformer
 from autoplan.planner.cost.columns import Floats
 from autoplan.planner.cost.correction import Correction

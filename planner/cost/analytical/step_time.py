@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.planner.cost.analytical.layouts import LOSSES, Layouts
-from autoplan.planner.cost.analytical.memory import MEMORY_PARTS, group_bytes
 from autoplan.planner.cost.calibrate import FACTORS
 from autoplan.planner.cost.columns import Columns, Floats, first_of_each
 from autoplan.planner.cost.communication import BlockExchange, datasheet_links
@@ -30,8 +30,11 @@ from autoplan.planner.cost.prediction import (
     ALLOCATOR_SLACK,
     BANDWIDTH_EFFICIENCY,
     CONTEXT_BYTES,
+    GROUP_BYTES,
+    RESERVE,
     bound_of,
     spread,
+    verdicts,
 )
 from autoplan.planner.cost.roofline import EAGER_EFFICIENCY, FP8_EFFICIENCY, LAUNCH_S, DatasheetProducts, attention_rate
 from autoplan.planner.cost.states import state_bytes
@@ -50,6 +53,10 @@ from autoplan.planner.trace.model_profile import PLAIN, LinearFit, ModelProfile,
 
 # Standard deviation of the logarithm of an uncalibrated step time: of the tables' rows (docs/accuracy.md)
 UNCALIBRATED_SD = 0.17
+# Half-width of the memory interval, as a standard deviation of its logarithm: of the errors on LitGPT's published peaks
+# (docs/accuracy.md). The search has a figure of its own, which its trials narrow (calibrate.MemoryFit.sd).
+MEMORY_SD = 0.06
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "overhead")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +226,28 @@ def peak_bytes(rows: Layouts) -> Floats:
     """Bytes of the fullest GPU."""
     memory = memory_of(rows)
     return memory.live + _overhead(rows, memory)
+
+
+def group_bytes(columns: Columns) -> Floats:
+    """Bytes of NCCL's buffers: each parallel degree has process groups of its own."""
+    degrees = (columns.tp, columns.pp, columns.dp, columns.cp, columns.ep)
+    return np.asarray(GROUP_BYTES * sum((degree > 1.0) * 1.0 for degree in degrees))
+
+
+def memory_verdicts(
+    peak_bytes: Floats, memory_bytes: Floats, *, lowest_bytes: Floats | None = None, highest_bytes: Floats | None = None
+) -> NDArray[np.str_]:
+    """Whether peaks fit their chips' memory, the reserve left free.
+
+    Args:
+        peak_bytes: Estimated.
+        memory_bytes: Of the chips.
+        lowest_bytes, highest_bytes: Peaks if what is not said is as it costs least, and most; None: the same.
+    """
+    factor = spread(MEMORY_SD)
+    low = (peak_bytes if lowest_bytes is None else lowest_bytes) / factor
+    high = (peak_bytes if highest_bytes is None else highest_bytes) * factor
+    return verdicts(low, high, memory_bytes, reserve=RESERVE)
 
 
 def variants(rows: Layouts) -> tuple[VariantProfile, VariantProfile]:

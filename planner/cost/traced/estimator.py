@@ -29,7 +29,14 @@ from autoplan.planner.cost.traced.step_time import (
     step_parts,
 )
 from autoplan.planner.records.trials import Outcome, Prediction, Trial
-from autoplan.planner.trace.model_profile import VARIANT_KNOBS, LinearFit, ModelProfile, VariantKey, VariantProfile
+from autoplan.planner.trace.model_profile import (
+    VARIANT_KNOBS,
+    LinearFit,
+    ModelProfile,
+    PeakFit,
+    VariantKey,
+    VariantProfile,
+)
 from autoplan.planner.trace.rough_profile import rough_variant
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import ATTENTION_BACKENDS, CUDAGRAPH_MODES, KNOBS, TrainingConfig, knobs
@@ -288,15 +295,11 @@ class Estimator:
         """
         found = self.profile.variants.get(key.text())
         if found is None and key.compiled:
-            eager = self.variant(key.model_copy(update={"compiled": False}))
-            selective_text = key.model_copy(update={"compiled": False, "checkpointing": "selective"}).text()
-            if (
-                key.checkpointing != "none"
-                or self.profile.num_blocks == 0
-                or selective_text not in self.profile.variants
-            ):
+            plain = key.model_copy(update={"compiled": False})
+            selective = self.profile.variants.get(plain.model_copy(update={"checkpointing": "selective"}).text())
+            eager = self.variant(plain)
+            if key.checkpointing != "none" or self.profile.num_blocks == 0 or selective is None:
                 return eager
-            selective = self.variant(key.model_copy(update={"compiled": False, "checkpointing": "selective"}))
             return _between(eager, selective, COMPILED_KEEPS)
         return found or rough_variant(key, self.profile.variants, self.profile.num_blocks)
 
@@ -392,23 +395,17 @@ def _between(eager: VariantProfile, selective: VariantProfile, share: float) -> 
     """A variant whose kept bytes lie between two others; operations are those of the first."""
 
     def mix(a: LinearFit, b: LinearFit) -> LinearFit:
-        return LinearFit(
-            fixed=(1 - share) * a.fixed + share * b.fixed, per_sample=(1 - share) * a.per_sample + share * b.per_sample
-        )
+        return (1 - share) * a + share * b
 
     other = {peak.part: peak for peak in selective.peaks}
-    return eager.model_copy(
-        update={
-            "peaks": tuple(
-                peak.model_copy(
-                    update={
-                        "first": mix(peak.first, other[peak.part].first),
-                        "later": mix(peak.later, other[peak.part].later),
-                    }
-                )
-                for peak in eager.peaks
-                if peak.part in other
-            ),
-            "block_saved_bytes": mix(eager.block_saved_bytes, selective.block_saved_bytes),
-        }
+    peaks = tuple(
+        PeakFit(
+            part=peak.part,
+            first=mix(peak.first, other[peak.part].first),
+            later=mix(peak.later, other[peak.part].later),
+        )
+        for peak in eager.peaks
+        if peak.part in other
     )
+    kept = mix(eager.block_saved_bytes, selective.block_saved_bytes)
+    return eager.model_copy(update={"peaks": peaks, "block_saved_bytes": kept})
