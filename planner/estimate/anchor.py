@@ -29,13 +29,13 @@ from autoplan.planner.cost.analytical.step_time import FACTORS_OF
 from autoplan.planner.cost.calibrate import FACTORS, PRIOR_SD
 from autoplan.planner.cost.columns import DTYPES, PRECISIONS, Floats
 from autoplan.planner.cost.communication import ASSUMED_LINK_EFFICIENCY, Links, links_of
-from autoplan.planner.cost.prediction import CONTEXT_BYTES
 from autoplan.planner.cost.roofline import DatasheetProducts
 from autoplan.planner.cost.traced.estimator import Estimator
 from autoplan.planner.cost.traced.rates import MatmulFit, Rates
 from autoplan.planner.estimate.traced import (
     Place,
     TracedQuestion,
+    datasheet_place,
     legal_space,
     look_and_trace,
     read_fixed,
@@ -186,27 +186,23 @@ def read_target(plan: Plan, given: str | Cluster, links: Mapping[str, float | No
     """
     device = plan.hardware.device(plan.device)
     assumed: tuple[str, ...] = ()
-    text, found = (given if isinstance(given, str) else f"{given.nodes}x{given.gpus_per_node}x{given.chip}"), None
-    if isinstance(given, str) and not given.endswith(".json"):
-        found = _HERE.fullmatch(given.replace(" ", "").lower())
-    elif isinstance(given, str):
-        chip = _chip_of_file(Path(given))
-        found = _HERE.fullmatch(chip) if chip is not None else None
+    document = _read_cluster(Path(given)) if isinstance(given, str) and given.endswith(".json") else None
+    chip = given if document is None else document.get("chip")
+    found = _HERE.fullmatch(chip.replace(" ", "").lower()) if isinstance(chip, str) else None
     if found is None:
         cluster, assumed = parse_cluster(given, **links) if isinstance(given, str) else (given, ())
         here = device.datasheet_name is not None and find_chip(cluster.chip).sheet.name == device.datasheet_name
         return Target(cluster=cluster, here=here, cores=0, assumed=assumed)
     cores = int(found[3] or 0)
     if cores and plan.device == "cuda":
-        raise UsageError(f"{text!r} gives cores, and the anchor ran on GPUs", hint="Write 8xhere, or 2x8xhere.")
-    if text.endswith(".json"):
-        document = json.loads(Path(text).read_text())
+        raise UsageError(f"{given!r} gives cores, and the anchor ran on GPUs", hint="Write 8xhere, or 2x8xhere.")
+    if document is not None:
         counts = (document.get("nodes", 1), document.get("gpus_per_node", 1))
         links = {name: document.get(name) if value is None else value for name, value in links.items()}
     else:
         counts = (int(found[1]), int(found[2])) if found[2] else (1, int(found[1] or 1))
     if not all(isinstance(count, int) and count >= 1 for count in counts):
-        raise UsageError(f"the cluster {text!r} has no rank", hint="For example: --cluster 4xhere.")
+        raise UsageError(f"the cluster {given!r} has no rank", hint="For example: --cluster 4xhere.")
     if plan.device == "cuda" and device.datasheet_name is not None:
         cluster, assumed = parse_cluster(f"{counts[0]}x{counts[1]}x{device.datasheet_name}", **links)
         return Target(cluster=cluster, here=True, cores=0, assumed=assumed)
@@ -221,11 +217,12 @@ def read_target(plan: Plan, given: str | Cluster, links: Mapping[str, float | No
     return Target(cluster=cluster, here=True, cores=cores, assumed=assumed)
 
 
-def _chip_of_file(path: Path) -> str | None:
+def _read_cluster(path: Path) -> dict[str, Any]:
     try:
-        return str(json.loads(path.read_text())["chip"]).replace(" ", "").lower()
-    except (OSError, ValueError, LookupError, TypeError):
-        return None  # parse_cluster says what is wrong with it
+        document = json.loads(path.read_text())
+    except (OSError, ValueError):
+        document = None  # parse_cluster says what is wrong with it
+    return document if isinstance(document, dict) else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,13 +265,7 @@ class Measured:
 
     def estimator(self, profile: ModelProfile, global_batch: int | None = None) -> Estimator:
         """The model of the device before any trial."""
-        return Estimator(
-            profile,
-            self.hardware,
-            device=self.kind,
-            global_batch=global_batch or self.global_batch,
-            memory_limit_bytes=None,
-        )
+        return Estimator(profile, self.hardware, device=self.kind, global_batch=global_batch or self.global_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,26 +369,14 @@ def _carry_to_same(learned: Learned, target: Target, profile: ModelProfile, glob
 
 def _carry_to_other(learned: Learned, target: Target, profile: ModelProfile, global_batch: int) -> Place:
     measured, chip = learned.measured, find_chip(target.cluster.chip)
-    estimator = Estimator(
-        profile,
-        cluster_hardware(target.cluster, measured.hardware.host),
-        device="cuda",
-        global_batch=global_batch,
-        memory_limit_bytes=None,
-    )
-    estimator.memory_fit.base_bytes = CONTEXT_BYTES
+    host = measured.hardware.host
+    place = datasheet_place(profile, target.cluster, host, global_batch)
+    estimator = place.estimator
     notes = [f"rates: of the datasheet of the {chip.sheet.name}"]
     name = measured.device.datasheet_name
     if measured.kind == "cuda" and name is not None:
-        own = Estimator(
-            learned.profile,
-            cluster_hardware(
-                Cluster(nodes=1, gpus_per_node=len(measured.hardware.devices), chip=name), measured.hardware.host
-            ),
-            device="cuda",
-            global_batch=measured.global_batch,
-            memory_limit_bytes=None,
-        )
+        same = Cluster(nodes=1, gpus_per_node=len(measured.hardware.devices), chip=name)
+        own = datasheet_place(learned.profile, same, host, measured.global_batch).estimator
         seconds, by_sheet = learned.parts(own)
         fit, before = estimator.time_fit, learned.estimator.time_fit
         for factor in COMPUTED:
@@ -419,12 +398,7 @@ def _carry_to_other(learned: Learned, target: Target, profile: ModelProfile, glo
         notes.append(f"the {measured.device.name} of the anchor is in no catalogue, so its rates have no ratio")
     else:
         notes.append("the anchor ran on a CPU: of what it measured only the loader holds for a GPU")
-    return Place(
-        estimator=estimator,
-        memory_bytes=chip.sheet.memory_bytes.value,
-        peaks=np.array([chip.peak(precision) or np.nan for precision in PRECISIONS]),
-        notes=(*notes, *estimator.rates.assumed),
-    )
+    return replace(place, notes=(*notes, *estimator.rates.assumed))
 
 
 def with_cores(rates: Rates, cores: int) -> Rates:

@@ -63,6 +63,20 @@ class Place:
     notes: tuple[str, ...]
 
 
+def datasheet_place(profile: ModelProfile, cluster: Cluster, host: Host, global_batch: int) -> Place:
+    """A cluster by the rates of its datasheet."""
+    chip = find_chip(cluster.chip)
+    estimator = Estimator(profile, cluster_hardware(cluster, host), device="cuda", global_batch=global_batch)
+    estimator.memory_fit.base_bytes = CONTEXT_BYTES
+    note = f"rates: of the datasheet of the {chip.sheet.name}; nothing was measured there"
+    return Place(
+        estimator=estimator,
+        memory_bytes=chip.sheet.memory_bytes.value,
+        peaks=np.array([chip.peak(name) or np.nan for name in PRECISIONS]),
+        notes=(note, *estimator.rates.assumed),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TracedQuestion(Asked):
     """The question for a traced workload.
@@ -79,24 +93,7 @@ class TracedQuestion(Asked):
 
     def place(self) -> Place:
         """The cluster by the rates of its datasheet."""
-        cluster, chip = self.cluster, find_chip(self.cluster.chip)
-        estimator = Estimator(
-            self.profile,
-            cluster_hardware(cluster, self.host),
-            device="cuda",
-            global_batch=self.global_batch,
-            memory_limit_bytes=None,
-        )
-        estimator.memory_fit.base_bytes = CONTEXT_BYTES
-        return Place(
-            estimator=estimator,
-            memory_bytes=chip.sheet.memory_bytes.value,
-            peaks=np.array([chip.peak(name) or np.nan for name in PRECISIONS]),
-            notes=(
-                f"rates: of the datasheet of the {chip.sheet.name}; nothing was measured there",
-                *estimator.rates.assumed,
-            ),
-        )
+        return datasheet_place(self.profile, self.cluster, self.host, self.global_batch)
 
     def space(self) -> Space:
         """The legal layouts of the cluster."""
@@ -118,7 +115,7 @@ class TracedQuestion(Asked):
         peaks = place.peaks[columns.precision]
         table = self._table(predicted, columns, groups, peaks * columns.num_ranks)
         first = space.candidates[0]
-        shown = (*WANTED, "attention", "loss", "optimizer_step", *self._fixed())
+        shown = (*WANTED, "attention", "loss", "optimizer_step", *read_fixed(self.fixed))
         return Answer(
             configs=space.candidates,
             layouts=columns,
@@ -131,9 +128,6 @@ class TracedQuestion(Asked):
             memory_bytes=place.memory_bytes,
             notes=(*self.profile.notes, *place.notes),
         )
-
-    def _fixed(self) -> dict[str, Any]:
-        return read_fixed(self.fixed)
 
     def show_model(self) -> dict[str, Any]:
         """What the trace and the look at the workload found."""

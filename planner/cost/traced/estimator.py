@@ -129,7 +129,7 @@ class Estimator:
         *,
         device: str,
         global_batch: int,
-        memory_limit_bytes: int | None,
+        memory_limit_bytes: int | None = None,
     ) -> None:
         self.device = device
         self.global_batch = global_batch

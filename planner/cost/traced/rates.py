@@ -180,17 +180,15 @@ def from_device(device: Device) -> Rates:
         for dtype, fit in matmul.items():
             attention[dtype] = float(attention_rate(fit.flops_per_s))
         assumed.append("attention rate: not measured, a share of the matmul rate")
-    bandwidth = device.memory_bandwidth_bytes_per_s
-    if bandwidth is None or bandwidth.value is None:
-        sheet = device.datasheet_memory_bandwidth_bytes_per_s
-        if sheet is not None and sheet.value is not None:
-            memory = BANDWIDTH_EFFICIENCY * sheet.value
-            assumed.append("memory bandwidth: a share of the datasheet's")
-        else:
-            memory = 10e9
-            assumed.append("memory bandwidth: not measured, 10 GB/s")
-    else:
+    bandwidth, sheet = device.memory_bandwidth_bytes_per_s, device.datasheet_memory_bandwidth_bytes_per_s
+    if bandwidth is not None and bandwidth.value is not None:
         memory = bandwidth.value
+    elif sheet is not None and sheet.value is not None:
+        memory = BANDWIDTH_EFFICIENCY * sheet.value
+        assumed.append("memory bandwidth: a share of the datasheet's")
+    else:
+        memory = 10e9
+        assumed.append("memory bandwidth: not measured, 10 GB/s")
     launch = device.kernel_launch_s.value if device.kernel_launch_s is not None else None
     return Rates(
         device=device.type,

@@ -161,10 +161,9 @@ def segment_times(
             seconds = np.where(fused, left, seconds)
             if group.segment == "block":
                 seconds = np.where(candidates.liger, LIGER_LEAVES * seconds, seconds)
+            seconds = seconds * sharing
         else:
             seconds = seconds * slow
-        if group.kind == "memory":
-            seconds = seconds * sharing
         target = times[BLOCK if group.segment == "block" else REST]
         in_8_bits = np.zeros(size)
         if fp8 is not None and place in fp8:
@@ -583,6 +582,10 @@ def _factor_rows(machine: Machine, stage: Floats, c: Candidates) -> Floats:
     optimizer = optimizer_seconds(profile, rates, c, 1 / (c.tp * c.pp * c.shards))
     # shards that lie on the host are stepped in the host's memory
     slower = np.maximum(rates.memory_bytes_per_s / machine.host.host_bytes_per_s, 1.0)
+    # FSDP's hooks on a CPU
+    again = np.where(c.sharding == SHARDINGS.index("zero3"), 2.0, 1.0)
+    hooks = FSDP_UNIT_S * (np.ceil(profile.num_blocks / c.pp) + 1) * c.accumulation * again
+    hooked = c.shards_parameters & (c.shards > 1) & (machine.device == "cpu")
     rows = {
         "matmul/full": np.where(c.half, 0.0, part["matmul"]),
         "matmul/half": np.where(c.half, part["matmul"], 0.0),
@@ -590,17 +593,10 @@ def _factor_rows(machine: Machine, stage: Floats, c: Candidates) -> Floats:
         "attention": part["attention"],
         "memory": part["memory"] + added / rates.memory_bytes_per_s,
         "fused_memory": part["fused_memory"],
-        "dispatch": part["dispatch"] + (_fsdp_hooks_s(profile, c) if machine.device == "cpu" else 0.0),
+        "dispatch": part["dispatch"] + np.where(hooked, hooks, 0.0),
         "optimizer": np.where(c.offload == PARAMETERS, slower * optimizer, optimizer),
     }
     return np.stack([rows.get(name, np.zeros(len(c))) for name in FACTORS])
-
-
-def _fsdp_hooks_s(profile: ModelProfile, c: Candidates) -> Floats:
-    """Seconds per step of FSDP's hooks on a CPU."""
-    units = np.ceil(profile.num_blocks / c.pp) + 1
-    again = np.where(c.sharding == SHARDINGS.index("zero3"), 2.0, 1.0)
-    return np.where(c.shards_parameters & (c.shards > 1), FSDP_UNIT_S * units * c.accumulation * again, 0.0)
 
 
 def model_flops(profile: ModelProfile, global_batch: int) -> float:
@@ -612,6 +608,5 @@ def model_flops(profile: ModelProfile, global_batch: int) -> float:
         return 0.0
     one = np.array([1.0])
     forward = variant.model_copy(update={"groups": tuple(g for g in variant.groups if g.phase == "forward")})
-    both = (executed_flops(some, profile.num_blocks, one)[0] for some in (variant, forward))
-    executed, once = both
+    executed, once = (executed_flops(some, profile.num_blocks, one)[0] for some in (variant, forward))
     return float(min(executed, 3 * once) * global_batch)
