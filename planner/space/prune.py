@@ -85,7 +85,11 @@ def without_failed_variants(space: Space, failed: Mapping[str, str]) -> Space:
     if not failed:
         return space
     first, kind = space.candidates.kinds(*VARIANT_KNOBS)
-    broken = [_failed_variant(space.candidates[int(place)], failed) for place in first]
+    eager = (
+        [key.model_copy(update={"compiled": False}) for key in variants_of(space.candidates[int(place)])]
+        for place in first
+    )
+    broken = [next((key for key in keys if key.text() in failed), None) for keys in eager]
     kept = np.array([variant is None for variant in broken])[kind]
     counts: dict[VariantKey, int] = {}
     for variant, count in zip(broken, np.bincount(kind), strict=True):
@@ -108,11 +112,6 @@ def without_failed_variants(space: Space, failed: Mapping[str, str]) -> Space:
         for variant, count in counts.items()
     ]
     return space.narrowed(space.candidates.take(kept), families)
-
-
-def _failed_variant(config: TrainingConfig, failed: Mapping[str, str]) -> VariantKey | None:
-    eager = (key.model_copy(update={"compiled": False}) for key in variants_of(config))
-    return next((key for key in eager if key.text() in failed), None)
 
 
 def _describe_variant(key: VariantKey) -> str:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Literal
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -64,10 +63,11 @@ def profile_workload(
         WorkloadError: the plain program runs neither on fake tensors nor on real ones. The text begins with the error
             of the program itself.
     """
+    request = request or TraceRequest()
     if not is_elsewhere(device):
-        return _profile_on(workload, device, identity=identity, request=request or TraceRequest())
+        return _profile_on(workload, device, identity=identity, request=request)
     with LikeCuda(), padded_as_on_cuda():
-        profile = _profile_on(workload, "cpu", identity=identity, request=request or TraceRequest())
+        profile = _profile_on(workload, "cpu", identity=identity, request=request)
     return profile.model_copy(update={"device": device, "notes": (*profile.notes, TRACED_ELSEWHERE)})
 
 
@@ -128,8 +128,7 @@ def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> 
     notes: list[str] = []
     _choose_depth(tracer, structure, notes)
     found = _trace_variants(tracer, structure, request, notes)
-    known = {} if request.known is None else timings_of(request.known, tracer.requests)
-    tracer.timings = known
+    tracer.timings = {} if request.known is None else timings_of(request.known, tracer.requests)
     if request.timing_budget_s > 0:
         tracer.timings = time_operations(
             tracer.requests,
@@ -137,7 +136,7 @@ def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> 
             request.timing_budget_s,
             notes,
             request.memory_limit_bytes,
-            known=known,
+            known=tracer.timings,
         )
     variants = {
         name: variant.model_copy(update={"groups": tuple(tracer.with_timing(g) for g in variant.groups)})
@@ -190,7 +189,11 @@ def _trace_variants(tracer: VariantTracer, structure: Structure, request: TraceR
             found.untraced.append(key)
             continue
         try:
-            found.variants[key.text()] = _trace_one(tracer, key, found.variants)
+            same = tracer.same_with_own_attention(key)
+            known = None if same is None else found.variants.get(same.text())
+            found.variants[key.text()] = (
+                tracer.profile_variant(key) if known is None else known.model_copy(update={"key": key})
+            )
         except ConfigError as error:
             found.failed[key.text()] = error.message
         except Exception as error:  # a technique that does not go with this model, whatever the library raises
@@ -205,24 +208,11 @@ def _trace_variants(tracer: VariantTracer, structure: Structure, request: TraceR
     return found
 
 
-def _trace_one(tracer: VariantTracer, key: VariantKey, known: dict[str, VariantProfile]) -> VariantProfile:
-    """A variant's profile: that of the model's own attention where the wanted one is the same."""
-    same = tracer.same_with_own_attention(key)
-    if same is not None and same.text() in known:
-        return known[same.text()].model_copy(update={"key": key})
-    return tracer.profile_variant(key)
-
-
 def _variant_keys(structure: Structure) -> Iterator[VariantKey]:
-    checkpointing: tuple[Literal["none", "selective", "full"], ...] = ("none",)
-    if structure.blocks:
-        checkpointing = ("none", "selective", "full")
-    for precision, attention, policy, loss in product(
-        ("fp32", "half"), ("own", "eager", "sdpa"), checkpointing, ("full", "fused")
-    ):
-        yield VariantKey.model_validate(
-            {"precision": precision, "attention": attention, "checkpointing": policy, "loss": loss}
-        )
+    checkpointing = ("none", "selective", "full") if structure.blocks else ("none",)
+    for values in product(("fp32", "half"), ("own", "eager", "sdpa"), checkpointing, ("full", "fused")):
+        knobs = ("precision", "attention", "checkpointing", "loss")
+        yield VariantKey.model_validate(dict(zip(knobs, values, strict=True)))
 
 
 def _assemble(

@@ -16,6 +16,7 @@ from autoplan.planner.trace.model_profile import (
     ModelProfile,
     OperationGroup,
     PeakFit,
+    TensorSplit,
     VariantKey,
     VariantProfile,
 )
@@ -26,8 +27,8 @@ GroupKey = tuple[Any, ...]
 """The properties that make operations alike: name, kind, phase, dtype, then (fixed, per_sample) of FLOPs, bytes moved,
 output bytes and the sizes m, n, k, batch."""
 
-FIGURES = ("flops", "bytes_moved", "output_bytes")
-"""Of an operation, that are fitted; its sizes come after them."""
+FIGURES, SIZES = ("flops", "bytes_moved", "output_bytes"), ("m", "n", "k", "batch")
+"""Of an operation, that are fitted."""
 
 GroupCounts = Counter[GroupKey]
 """How many operations there are of each group."""
@@ -177,7 +178,7 @@ def _total(operations: list[Operation], figure: str) -> float:
 
 def group_key(group: OperationGroup) -> GroupKey:
     """The key that a group of a profile was made from."""
-    fits = (group.flops, group.bytes_moved, group.output_bytes, group.m, group.n, group.k, group.batch)
+    fits = [getattr(group, figure) for figure in (*FIGURES, *SIZES)]
     return (group.name, group.kind, group.phase, group.dtype, *((fit.fixed, fit.per_sample) for fit in fits))
 
 
@@ -238,25 +239,13 @@ def make_variant_profile(
 
 def _make_group(key: GroupKey, count: float, segment: Literal["block", "rest"]) -> OperationGroup:
     name, kind, phase, dtype, *pairs = key
-    flops, bytes_moved, output_bytes, m, n, k, batch = (LinearFit(fixed=a, per_sample=b) for a, b in pairs)
-    split = "none"
-    if segment == "block":
-        split = {"matmul": "n", "attention": "batch"}.get(kind, "all")
-        if kind == "matmul" and batch.per_sample:
-            split = "batch"
+    fits = (LinearFit(fixed=a, per_sample=b) for a, b in pairs)
+    found: dict[str, Any] = dict(zip((*FIGURES, *SIZES), fits, strict=True))
+    split: TensorSplit = "none"
+    if segment == "block" and kind == "matmul":
+        split = "batch" if found["batch"].per_sample else "n"
+    elif segment == "block":
+        split = "batch" if kind == "attention" else "all"
     return OperationGroup(
-        name=name,
-        kind=kind,
-        segment=segment,
-        phase=phase,
-        dtype=dtype,
-        count=count,
-        flops=flops,
-        bytes_moved=bytes_moved,
-        output_bytes=output_bytes,
-        m=m,
-        n=n,
-        k=k,
-        batch=batch,
-        tensor_split=split,  # type: ignore[arg-type]
+        name=name, kind=kind, segment=segment, phase=phase, dtype=dtype, count=count, tensor_split=split, **found
     )

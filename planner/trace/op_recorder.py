@@ -212,7 +212,7 @@ class OpRecorder(TorchDispatchMode):
         sizes = [t.numel() * t.element_size() for t in (*inputs, *outputs)]
         if name in ("embedding", "index_select", "gather"):  # reads only the rows that it takes, not the whole table
             sizes = 2 * sizes[len(inputs) :]
-        elif name in ("embedding_dense_backward",):
+        elif name == "embedding_dense_backward":
             sizes.append(sizes[0])
         call = _call_of(func, args, kwargs)
         flops = 0.0
@@ -320,14 +320,12 @@ def _kind_of(name: str) -> Kind:
 
 def _product_sizes(name: str, args: Any) -> tuple[int, int, int, int]:
     """(m, n, k, batch) of a matrix product; zeros for other operations."""
-    if name in ("mm", "_scaled_mm", "_int_mm"):
-        a, b = args[0], args[1]
-        return (a.shape[0], b.shape[1], a.shape[1], 1)
-    if name == "addmm":
-        a, b = args[1], args[2]
+    first = 1 if name in ("addmm", "baddbmm") else 0
+    if name in ("mm", "_scaled_mm", "_int_mm", "addmm"):
+        a, b = args[first : first + 2]
         return (a.shape[0], b.shape[1], a.shape[1], 1)
     if name in ("bmm", "baddbmm"):
-        a, b = (args[0], args[1]) if name == "bmm" else (args[1], args[2])
+        a, b = args[first : first + 2]
         return (a.shape[1], b.shape[2], a.shape[2], a.shape[0])
     return (0, 0, 0, 0)
 

@@ -116,9 +116,8 @@ def _count_gradients(recorder: OpRecorder, parameters: list[nn.Parameter]) -> li
     def count(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None:
-            dense = (
-                gradient if gradient.layout == torch.strided else gradient._values()
-            )  # of an nn.Embedding(sparse=True)
+            # else of an nn.Embedding(sparse=True)
+            dense = gradient if gradient.layout == torch.strided else gradient._values()
             recorder.gradient_bytes += dense.untyped_storage().nbytes()
 
     return [parameter.register_post_accumulate_grad_hook(count) for parameter in parameters]
