@@ -51,15 +51,13 @@ class TimeFit:
 
     Attributes:
         prior_sd: Standard deviation of each factor's logarithm before any observation.
+        rows: Of each observation the parts, the seconds, 1 / variance, and whether it is a lower bound.
     """
 
     prior_sd: Floats = field(default_factory=lambda: np.array(list(PRIOR_SD.values())))
     theta: Floats = field(default_factory=lambda: np.zeros(len(FACTORS)))
     covariance: Floats = field(init=False)
-    rows: list[Floats] = field(default_factory=list)
-    seen: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    at_least: list[bool] = field(default_factory=list)
+    rows: list[tuple[Floats, float, float, bool]] = field(default_factory=list)
     surprises: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,10 +77,7 @@ class TimeFit:
         expected, sd = self.predict(parts[:, None])
         off = float(np.log(seconds / expected[0])) / math.sqrt(sd[0] ** 2 + max(noise**2 - NOISE_SD**2, 0.0))
         self.surprises.append(min(max(off, 0.0) if at_least else abs(off), WORST_SURPRISE))
-        self.rows.append(parts)
-        self.seen.append(seconds)
-        self.weights.append(1 / noise**2)
-        self.at_least.append(at_least)
+        self.rows.append((parts, seconds, 1 / noise**2, at_least))
         self._fit()
 
     def _fit(self) -> None:
@@ -93,8 +88,8 @@ class TimeFit:
         in the place of the square (Tobin 1958; each step takes the first two derivatives of -log Phi, as Amemiya 1984,
         section 4, has them). So it pulls a prediction that lies below it, and leaves one above it alone.
         """
-        parts, seen, weights = np.array(self.rows), np.log(self.seen), np.array(self.weights)
-        at_least = np.array(self.at_least)
+        parts, seconds, weights, at_least = (np.array(column) for column in zip(*self.rows, strict=True))
+        seen = np.log(seconds)
         precision = np.diag(1 / np.square(self.prior_sd))
         theta = np.zeros(len(self.prior_sd))
         for _ in range(MOST_STEPS):

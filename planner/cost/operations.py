@@ -23,12 +23,12 @@ import numpy as np
 
 from autoplan.planner.cost.columns import Bools, Floats
 from autoplan.planner.trace.model_profile import (
+    PLAIN,
     ZERO,
     LinearFit,
     OperationGroup,
     PeakFit,
     TensorSplit,
-    VariantKey,
     VariantProfile,
 )
 
@@ -336,15 +336,8 @@ def loss_bytes(d: Shape, tp: Number, samples: Floats, fused: Any, chunked: Any) 
     return np.asarray(np.where(fused, np.minimum(in_chunks, plain), plain))
 
 
-def transformer_variant(
-    groups: list[OperationGroup], key: VariantKey, peaks: tuple[PeakFit, ...], block_saved: Number
-) -> VariantProfile:
-    """The groups as a variant; `block_saved`: bytes of one sample that a block keeps."""
+def transformer_variant(groups: list[OperationGroup], peaks: tuple[PeakFit, ...]) -> VariantProfile:
+    """The groups as a variant."""
     return VariantProfile.model_construct(
-        key=key,
-        groups=tuple(groups),
-        kernels=0.0,
-        peaks=peaks,
-        block_saved_bytes=_line(per_sample=block_saved),
-        rest_saved_bytes=ZERO,
+        key=PLAIN, groups=tuple(groups), kernels=0.0, peaks=peaks, block_saved_bytes=ZERO, rest_saved_bytes=ZERO
     )

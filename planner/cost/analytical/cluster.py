@@ -17,7 +17,6 @@ from pydantic import Field, ValidationError
 
 from autoplan.errors import UsageError
 from autoplan.planner.cost.columns import DTYPES, PRECISIONS
-from autoplan.planner.cost.roofline import matmul_efficiency_of, processors_of
 from autoplan.probes import catalog
 from autoplan.probes.catalog import ChipSheet
 from autoplan.probes.profile import Device, HardwareProfile, Host, Link
@@ -45,15 +44,11 @@ class Chip:
     Attributes:
         sheet: Its datasheet.
         intra_bytes_per_s: Bandwidth between GPUs of a node, per GPU and direction.
-        processors: Multiprocessors (SMs), or compute units (AMD).
-        matmul_efficiency: Share of the dense peak that large matrix products reach before any calibration.
         assumed: What was assumed, in sentences.
     """
 
     sheet: ChipSheet
     intra_bytes_per_s: float
-    processors: float
-    matmul_efficiency: float
     assumed: tuple[str, ...]
 
     def peak(self, precision: str) -> float | None:
@@ -75,13 +70,7 @@ def find_chip(name: str) -> Chip:
     else:
         intra = catalog.link_reading(sheet.pcie or "PCIe 3", PCIE_LANES)
     assert intra.value is not None, f"{sheet.name} names a link that the catalogue has"
-    return Chip(
-        sheet=sheet,
-        intra_bytes_per_s=intra.value,
-        processors=processors_of(sheet),
-        matmul_efficiency=matmul_efficiency_of(sheet),
-        assumed=assumed,
-    )
+    return Chip(sheet=sheet, intra_bytes_per_s=intra.value, assumed=assumed)
 
 
 def _find_sheet(name: str) -> tuple[ChipSheet, tuple[str, ...]]:
@@ -213,13 +202,8 @@ def _read_text(text: str) -> dict[str, Any]:
     match = _FORM.match(text.strip())
     if match is None or not match.group(3).strip():
         raise UsageError(f"{text!r} is no cluster", hint="Write nodes x GPUs x chip: 256x8xH100.")
-    first, second, chip = match.groups()
-    if first is None:
-        nodes, per_node = 1, 1
-    elif second is None:
-        nodes, per_node = 1, int(first)
-    else:
-        nodes, per_node = int(first), int(second)
+    *counts, chip = match.groups()
+    nodes, per_node = [1, 1, *(int(count) for count in counts if count is not None)][-2:]
     return {"nodes": nodes, "gpus_per_node": per_node, "chip": chip.strip()}
 
 

@@ -17,11 +17,11 @@ from autoplan.planner.cost.analytical.layouts import (
     FOREACH_TEMPORARY_BYTES,
     LOSSES,
     OPTIMIZER_STATE_BYTES,
-    chip_columns,
     dimension_columns,
 )
 from autoplan.planner.cost.analytical.transformer import Transformer
 from autoplan.planner.cost.columns import PRECISIONS, SHARDINGS, STATES
+from autoplan.planner.cost.roofline import matmul_efficiency_of, processors_of
 from autoplan.strategies.config import KNOBS, PLAIN, UNPRICED
 from autoplan.strategies.knob_text import check_knob
 
@@ -227,7 +227,11 @@ def read_settings(values: Mapping[str, str], model: Transformer, chip: Chip, def
         raise UsageError(f"{chip.sheet.name} has no {precision} units", hint=f"It has {have}.")
     columns = {
         **dimension_columns(model),
-        **chip_columns(chip, peak),
+        "peak_flops_per_s": peak,
+        "memory_bytes_per_s": chip.sheet.memory_bandwidth_bytes_per_s.value,
+        "memory_bytes": chip.sheet.memory_bytes.value,
+        "processors": processors_of(chip.sheet),
+        "matmul_efficiency": matmul_efficiency_of(chip.sheet),
         "precision": PRECISIONS.index("bf16" if precision == "fp8" else precision),
         "attention": ATTENTION.index(knobs["attention"]),
         "loss": _loss(values, knobs["loss"]),

@@ -120,7 +120,7 @@ def search_layouts(question: Question) -> Answer:
     if not found:
         raise _nothing_legal(question)
     columns = settings.columns | _cluster_columns(question)
-    layouts = make_layouts(found, [columns], [question.model.layers] * len(found))
+    layouts = make_layouts(found, [columns])
     table = estimate_layouts(layouts, question.correction)
     verdicts = memory_verdicts(table.peak_memory_bytes, layouts.memory_bytes)
     return Answer(

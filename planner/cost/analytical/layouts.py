@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import numpy as np
 
-from autoplan.planner.cost.analytical.cluster import Chip
 from autoplan.planner.cost.analytical.transformer import Transformer
 from autoplan.planner.cost.columns import CHECKPOINTING, SHARDINGS, Bools, ConfigTable, Floats, Ints, config_columns
 from autoplan.planner.cost.offload import OFFLOADS
@@ -193,13 +192,12 @@ class Layout:
         return self.config.micro_batch * self.accumulation * self.config.dp
 
 
-def make_layouts(layouts: Sequence[Layout], rows: Sequence[Mapping[str, Any]], num_blocks: Sequence[int]) -> Layouts:
+def make_layouts(layouts: Sequence[Layout], rows: Sequence[Mapping[str, Any]]) -> Layouts:
     """Layouts as columns.
 
     Args:
         layouts: One per row.
         rows: For each the columns that its knobs do not fill; one mapping: the same for all.
-        num_blocks: Layers of each.
     """
     table = ConfigTable.of([layout.config for layout in layouts])
     nothing = np.zeros(len(layouts))
@@ -207,7 +205,7 @@ def make_layouts(layouts: Sequence[Layout], rows: Sequence[Mapping[str, Any]], n
         table,
         np.array([layout.accumulation for layout in layouts], dtype=np.float64),
         device="cuda",
-        num_blocks=num_blocks,
+        num_blocks=[int(row["layers"]) for row in rows],
     )
     split = [layout.config.tp > 1 and layout.sequence_parallel is not False for layout in layouts]
     columns |= {
@@ -242,17 +240,6 @@ def dimension_columns(model: Transformer) -> dict[str, Any]:
         "parameters": float(model.parameters),
         "block_parameters": float(model.block_parameters),
         "trainable": float(model.parameters),
-    }
-
-
-def chip_columns(chip: Chip, peak_flops_per_s: float) -> dict[str, Any]:
-    """The columns of Layouts that a chip fills, in one precision."""
-    return {
-        "peak_flops_per_s": peak_flops_per_s,
-        "memory_bytes_per_s": chip.sheet.memory_bandwidth_bytes_per_s.value,
-        "memory_bytes": chip.sheet.memory_bytes.value,
-        "processors": chip.processors,
-        "matmul_efficiency": chip.matmul_efficiency,
     }
 
 

@@ -106,11 +106,10 @@ def unread_columns(names: Iterable[str], known: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedRow:
-    """A row that can be estimated: its layout, the columns that are no knobs, its layers, and what was not said."""
+    """A row that can be estimated: its layout, the columns that are no knobs, and the inputs as they were read."""
 
     layout: Layout
     columns: dict[str, Any]
-    num_blocks: int
     inputs: Inputs
 
 
@@ -142,7 +141,7 @@ def parse_row(row: Mapping[str, Any]) -> ParsedRow:
         settings.columns | _links(values, chip, layout.config.world_size * layout.cp) | {"seq_len": float(seq_len)}
     )
     layout = replace(layout, config=layout.config.model_copy(update=knobs))
-    return ParsedRow(layout=layout, columns=columns, num_blocks=model.layers, inputs=inputs)
+    return ParsedRow(layout=layout, columns=columns, inputs=inputs)
 
 
 def _links(values: Mapping[str, str], chip: Chip, gpus: int) -> dict[str, Any]:
@@ -347,7 +346,7 @@ def estimate_rows(rows: Sequence[Mapping[str, Any]], correction: Correction | No
         place[i] = len(parsed) - 1
     if not parsed:
         return EstimatedRows(reasons=reasons)
-    layouts = make_layouts([p.layout for p in parsed], [p.columns for p in parsed], [p.num_blocks for p in parsed])
+    layouts = make_layouts([p.layout for p in parsed], [p.columns for p in parsed])
     sync, flat = (np.array([name not in p.inputs.values for p in parsed]) for name in UNSAID)
     each = layouts.scatters_each | (sync & layouts.shards_gradients & (layouts.pp == 1))
     frozen = layouts.flat_parameters | (flat & layouts.shards_parameters & (layouts.trained_share < 1))

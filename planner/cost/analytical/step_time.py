@@ -49,7 +49,7 @@ from autoplan.planner.cost.traced.step_time import (
     parts_of_step,
     times_of_kinds,
 )
-from autoplan.planner.trace.model_profile import PLAIN, LinearFit, ModelProfile, PeakFit, VariantProfile
+from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, PeakFit
 
 # Standard deviation of the logarithm of an uncalibrated step time: of the tables' rows (docs/accuracy.md)
 UNCALIBRATED_SD = 0.17
@@ -155,7 +155,8 @@ def estimate_layouts(rows: Layouts, correction: Correction | None = None) -> Est
     first, kind = first_of_each(rows.micro_step)
     few = rows if len(first) == len(rows) else rows.take(first)
     machine = _machine(few)
-    plain, full = variants(few)
+    groups = transformer_groups(few.shape)
+    plain, full = (transformer_variant(found, ()) for found in (groups, checkpointed_groups(groups)))
     times, executed = times_of_kinds(machine, plain, full, few)
     forward = plain.model_copy(update={"groups": tuple(g for g in plain.groups if g.phase == "forward")})
     model = 3 * executed_flops(forward, few.layers, few.samples)
@@ -250,15 +251,6 @@ def memory_verdicts(
     return verdicts(low, high, memory_bytes, reserve=RESERVE)
 
 
-def variants(rows: Layouts) -> tuple[VariantProfile, VariantProfile]:
-    """The rows' micro-steps without whole-block checkpointing, and with every block checkpointed."""
-    groups = transformer_groups(rows.shape)
-    nothing = np.zeros(len(rows))
-    return tuple(  # type: ignore[return-value]
-        transformer_variant(found, PLAIN, (), nothing) for found in (groups, checkpointed_groups(groups))
-    )
-
-
 def _machine(rows: Layouts) -> Machine:
     """Each row's model on its chip and links, by datasheets."""
     wide = rows.peak_flops_per_s * np.where(rows.fp8 > 0, 0.5, 1.0) * rows.matmul_efficiency
@@ -320,7 +312,7 @@ def memory_of(rows: Layouts) -> MemoryParts:
         )
 
     plain, full = (
-        transformer_variant([], PLAIN, peaks(saved, ends), 0.0)
+        transformer_variant([], peaks(saved, ends))
         for saved, ends in ((blocks * kept, 0.0 * one), (blocks * inputs, one))
     )
     first, later = micro_step_peak(plain, full, rows, (unit / rows.tp, outside / rows.tp))
