@@ -74,13 +74,9 @@ def bound_of(knob: str, value: Any) -> Bound:
     """
     if isinstance(value, Bound):
         return value
-    if isinstance(value, tuple) and len(value) == 2 and all(end is None or _is_whole(end) for end in value):
+    if isinstance(value, tuple) and len(value) == 2 and all(end is None or type(end) is int for end in value):
         low, high = ("" if end is None else end for end in value)
         return parse_bound(f"{knob}={low}..{high}")[1]
     if isinstance(value, (list, tuple, set, frozenset)):
         return Bound(values=tuple(check_knob(knob, one) for one in value))
     return parse_bound(f"{knob}={value}")[1]
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

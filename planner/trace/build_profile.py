@@ -77,14 +77,16 @@ def _profile_on(workload: Workload, device: str, *, identity: str, request: Trac
     if why is None:
         try:
             tracer = VariantTracer(workload, device, FakeTensorMode(allow_non_fake_inputs=True))
-            with _without_garbage_collection():
-                return _profile(tracer, identity=identity, request=request)
+            gc.freeze()  # collecting what exists now takes a tenth of a trace otherwise
+            return _profile(tracer, identity=identity, request=request)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             why = f"{error.func} needs the values of a tensor"
         except Exception as error:  # the user's program, with tensors that hold no values: anything may be raised
             if raised_from_outside(error) is not None:
                 raise
             why = _one_line(error)
+        finally:
+            gc.unfreeze()
     tracer = VariantTracer(workload, device, contextlib.nullcontext())
     try:
         profile = _profile(tracer, identity=identity, request=request)
@@ -111,16 +113,6 @@ def _profile_on(workload: Workload, device: str, *, identity: str, request: Trac
 def _one_line(error: Exception) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Excludes all objects that exist now from garbage collection, which takes a tenth of a trace otherwise."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> ModelProfile:
@@ -233,6 +225,9 @@ def _assemble(
     outside_blocks = sum(p.numel() for p in parameters) - sum(block_sizes)
     stacks = len(structure.stacks) if depth is not None else 1
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    hidden = hidden if isinstance(hidden, int) else None
+    # the activation between two blocks in fp32: (samples, sequence length, hidden); zero where a size is unknown
+    boundary = 4.0 * (workload.sequence_length or 0) * (hidden or 0)
     return ModelProfile(
         identity=identity,
         method="traced",
@@ -244,7 +239,7 @@ def _assemble(
         largest_unit_parameters=float(max([outside_blocks, *block_sizes])),
         num_blocks=depth or 0,
         sequence_length=workload.sequence_length,
-        hidden=hidden if isinstance(hidden, int) else None,
+        hidden=hidden,
         optimizer_name=kept.kind,
         optimizer_state_bytes_per_parameter=kept.bytes_per_element,
         parameter_tensors=len(trainable),
@@ -252,20 +247,13 @@ def _assemble(
         linear_weights=linear_weights(structure),
         clips_gradients=workload.max_grad_norm is not None,
         unused_parameters=tracer.unused_parameters,
-        boundary_bytes=_boundary_bytes(workload.sequence_length, hidden),
+        boundary_bytes=LinearFit(per_sample=boundary),
         batch_bytes=_batch_bytes(tracer),
         fewest_samples=float(tracer.samples[0]),
         tokens_per_sample=workload.tokens_per_sample,
         variants=variants,
         notes=tuple(notes),
     )
-
-
-def _boundary_bytes(sequence_length: int | None, hidden: object) -> LinearFit:
-    """The activation between two blocks in fp32: (samples, sequence length, hidden); zero where a size is unknown."""
-    if not sequence_length or not isinstance(hidden, int):
-        return LinearFit()
-    return LinearFit(per_sample=4.0 * sequence_length * hidden)
 
 
 def _batch_bytes(tracer: VariantTracer) -> LinearFit:

@@ -84,11 +84,6 @@ class TraceLimits:
         wanted_s = max(PLAIN_DEADLINE_FACTOR * self.time_limit_s, LEAST_DEADLINE_S) + self.timing_budget_s
         return wanted_s if self.left_s is None else min(wanted_s, max(self.left_s, LEAST_DEADLINE_S))
 
-    @property
-    def input_deadline_s(self) -> float:
-        """Seconds for timing make_batch, after the trace."""
-        return max(INPUT_SHARE * self.deadline_s, INPUT_LEAST_S)
-
 
 def trace_profile(
     spec: WorkloadSpec,
@@ -182,10 +177,11 @@ def trace_profile(
 
 
 def _task(spec: WorkloadSpec, device: str, request: TraceRequest, limits: TraceLimits) -> Task:
+    input_deadline_s = max(INPUT_SHARE * limits.deadline_s, INPUT_LEAST_S)
     return Task(
         target="autoplan.planner.trace.trace:_trace_rank",
         args=(spec, device, request),
-        deadlines_s={"*": limits.deadline_s, INPUT_PHASE: limits.input_deadline_s},
+        deadlines_s={"*": limits.deadline_s, INPUT_PHASE: input_deadline_s},
         memory_limit_bytes=limits.memory_limit_bytes,
     )
 
@@ -202,7 +198,11 @@ def _read_report(report: ProcessReport, spec: WorkloadSpec) -> ModelProfile | No
     failure = report.first_failure
     if report.phase == INPUT_PHASE and isinstance(result, dict):  # the profile was known before make_batch was timed
         profile = ModelProfile.model_validate(result)
-        return profile if report.ended is Ended.FINISHED else _without_input(profile, report)
+        if report.ended is Ended.FINISHED:
+            return profile
+        hit = limit_hit(report, "timing the data", {INPUT_PHASE: "make_batch(num_samples, index)"})
+        why = report.describe() if hit is None else hit.text
+        return profile.model_copy(update={"notes": (*profile.notes, f"data loading is not estimated: {why}")})
     trouble = failure is not None and failure.error is not None and is_out_of_memory(failure.error)
     if cause_of(report) is Cause.OUTSIDE or trouble:
         return None
@@ -213,13 +213,6 @@ def _read_report(report: ProcessReport, spec: WorkloadSpec) -> ModelProfile | No
         )
     finished = report.ended is Ended.FINISHED and isinstance(result, dict)
     return ModelProfile.model_validate(result) if finished else None
-
-
-def _without_input(profile: ModelProfile, report: ProcessReport) -> ModelProfile:
-    """The profile of a trace that was ended while make_batch was timed, with a note that says so."""
-    hit = limit_hit(report, "timing the data", {INPUT_PHASE: "make_batch(num_samples, index)"})
-    why = report.describe() if hit is None else hit.text
-    return profile.model_copy(update={"notes": (*profile.notes, f"data loading is not estimated: {why}")})
 
 
 def _missing(known: ModelProfile, wanted: tuple[VariantKey, ...], timing_s: float) -> tuple[VariantKey, ...]:

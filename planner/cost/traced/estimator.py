@@ -309,17 +309,14 @@ class Estimator:
         sizes = c.take(first)
         of_plain, of_full = (first_touches(one, self.profile.num_blocks, sizes)[kind] for one in (plain, full))
         fresh = (1 - c.checkpointed) * of_plain + c.checkpointed * of_full
-        fresh = (fresh + GIVEN_BACK * self._unchecked_bytes(plain, c)) * c.accumulation / c.tp / c.pp
-        slow = self.rates.thread_slowdown(c.threads, c.num_ranks)
-        return np.where(c.keeps_memory, 0.0, FAULTS_APART * fresh) * self.rates.first_touch_s_per_byte * slow
-
-    def _unchecked_bytes(self, plain: VariantProfile, c: Candidates) -> Floats:
-        """Activations of a micro-step that keeps all: with checkpointing the same memory comes and goes, by blocks."""
+        # of a micro-step that keeps all: with checkpointing the same memory comes and goes, by blocks
         key = plain.key.model_copy(update={"checkpointing": "none"})
         whole = self.variant(key) if plain.key.checkpointing != "none" else plain
-        kept = whole.block_saved_bytes, whole.rest_saved_bytes
-        block, rest = (fit.at(c.micro_batch) for fit in kept)
-        return np.asarray(self.profile.num_blocks * block + rest)
+        block, rest = (fit.at(c.micro_batch) for fit in (whole.block_saved_bytes, whole.rest_saved_bytes))
+        kept = np.asarray(self.profile.num_blocks * block + rest)
+        fresh = (fresh + GIVEN_BACK * kept) * c.accumulation / c.tp / c.pp
+        slow = self.rates.thread_slowdown(c.threads, c.num_ranks)
+        return np.where(c.keeps_memory, 0.0, FAULTS_APART * fresh) * self.rates.first_touch_s_per_byte * slow
 
     def _prediction(self, table: CostTable, i: int) -> Prediction:
         scaled = table.parts_s[:, i] * np.exp(self.time_fit.theta)
