@@ -126,14 +126,12 @@ class Cluster(Record):
 _FORM = re.compile(r"^(?:(\d+)\s*[xX]\s*)?(?:(\d+)\s*[xX]\s*)?(.+)$")
 
 
-def parse_cluster(
-    text: str,
-    *,
-    inter_gbits_per_s_per_gpu: float | None = None,
-    intra_gbytes_per_s: float | None = None,
-    input_tokens_per_s: float | None = None,
-) -> tuple[Cluster, tuple[str, ...]]:
+def parse_cluster(text: str, **links: float | None) -> tuple[Cluster, tuple[str, ...]]:
     """Reads `nodes x GPUs x chip`, `GPUs x chip`, a chip alone, or a JSON file with Cluster's fields.
+
+    Args:
+        text: As the user gave it.
+        links: Bandwidths and the input of Cluster's fields; None: as the text has it.
 
     Returns:
         The cluster, and what was assumed, in sentences.
@@ -142,11 +140,6 @@ def parse_cluster(
         UsageError: a cluster that cannot be: no GPU, an unknown chip, several nodes and no link between them.
     """
     given = _read_file(Path(text)) if text.endswith(".json") else _read_text(text)
-    links = {
-        "inter_gbits_per_s_per_gpu": inter_gbits_per_s_per_gpu,
-        "intra_gbytes_per_s": intra_gbytes_per_s,
-        "input_tokens_per_s": input_tokens_per_s,
-    }
     given |= {name: value for name, value in links.items() if value is not None}
     try:
         cluster = Cluster.model_validate(given)
