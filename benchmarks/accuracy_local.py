@@ -208,7 +208,7 @@ def memory_rows(zygote: Zygote, hardware: HardwareProfile, count: int) -> list[d
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for family, spec in specs(Path(folder)).items():
-            profile = trace_profile(spec, device="cpu", zygote=zygote, cache_dir=Path(folder), fresh=True)
+            profile = trace_profile(spec, device="cpu", zygote=zygote, cache_dir=Path(folder))
             estimator = Estimator(profile, hardware, device="cpu", global_batch=GLOBAL_BATCH, memory_limit_bytes=None)
             for config in configurations(profile, count, seed=len(family)):
                 found = {}

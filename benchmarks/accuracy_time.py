@@ -61,9 +61,7 @@ def record(folder: Path, count: int) -> None:
         (folder / "hardware.json").write_text(hardware.model_dump_json(indent=1) + "\n")
         with tempfile.TemporaryDirectory() as scratch:
             for name, spec in specs(Path(scratch)).items():
-                profile = trace_profile(
-                    spec, device="cpu", zygote=zygote, hardware=hardware, cache_dir=Path(scratch), fresh=True
-                )
+                profile = trace_profile(spec, device="cpu", zygote=zygote, hardware=hardware, cache_dir=Path(scratch))
                 runner = TrialRunner(
                     zygote,
                     spec,
@@ -94,9 +92,7 @@ def retrace(folder: Path) -> None:
         (folder / "hardware.json").write_text(hardware.model_dump_json(indent=1) + "\n")
         with tempfile.TemporaryDirectory() as scratch:
             for name, spec in specs(Path(scratch)).items():
-                profile = trace_profile(
-                    spec, device="cpu", zygote=zygote, hardware=hardware, cache_dir=Path(scratch), fresh=True
-                )
+                profile = trace_profile(spec, device="cpu", zygote=zygote, hardware=hardware, cache_dir=Path(scratch))
                 document = _read(folder / f"{name}.json.gz")
                 document["profile"] = json.loads(profile.model_dump_json(exclude_defaults=True))
                 _write(folder / f"{name}.json.gz", document)

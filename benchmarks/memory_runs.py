@@ -115,7 +115,7 @@ def verdict_runs(zygote: Zygote, runs: int, seed: int, folder: Path) -> Iterator
     count = -(-runs // len(models))
     waiting = []
     for place, (name, spec) in enumerate(models.items()):
-        profile = trace_profile(spec, device="cpu", zygote=zygote, variants=VARIANTS, fresh=True)
+        profile = trace_profile(spec, device="cpu", zygote=zygote, variants=VARIANTS, cache_dir=folder)
         print(f"{name}: {len(profile.variants)} variants traced in {profile.seconds_spent:.0f} s", flush=True)
         before = Estimator(
             profile, read_host_profile(), device="cpu", global_batch=GLOBAL_BATCH, memory_limit_bytes=None

@@ -92,25 +92,20 @@ def datasheet_links(
 def links_of(hardware: HardwareProfile, device: str) -> Links:
     """Links as the probe measured them; where it did not, assumed, and said."""
     readings = [r for r in hardware.collectives if r.operation == "all_reduce" and r.busbw_bytes_per_s.value]
-    if readings:
-        widest = max(readings, key=lambda r: r.group_size)
-        bandwidth = float(widest.busbw_bytes_per_s.value or 0.0)
-        latency = float(widest.latency_s.value or 0.0) / max(2 * (widest.group_size - 1), 1)
+    if readings or device == "cpu":
+        bandwidth, latency, ranks = ASSUMED_GLOO_BYTES_PER_S, ASSUMED_GLOO_LATENCY_S, hardware.host.cores_usable
+        if readings:
+            widest = max(readings, key=lambda r: r.group_size)
+            bandwidth = float(widest.busbw_bytes_per_s.value or 0.0)
+            latency = float(widest.latency_s.value or 0.0) / max(2 * (widest.group_size - 1), 1)
+            ranks = max(len(hardware.devices), widest.group_size)
         return Links(
             intra_bytes_per_s=bandwidth,
             inter_bytes_per_s=bandwidth,
             intra_latency_s=latency,
             inter_latency_s=latency,
-            ranks_per_node=max(len(hardware.devices), widest.group_size),
-        )
-    if device == "cpu":
-        return Links(
-            intra_bytes_per_s=ASSUMED_GLOO_BYTES_PER_S,
-            inter_bytes_per_s=ASSUMED_GLOO_BYTES_PER_S,
-            intra_latency_s=ASSUMED_GLOO_LATENCY_S,
-            inter_latency_s=ASSUMED_GLOO_LATENCY_S,
-            ranks_per_node=hardware.host.cores_usable,
-            assumed=("gloo on loopback: not measured, 1 GB/s",),
+            ranks_per_node=ranks,
+            assumed=() if readings else ("gloo on loopback: not measured, 1 GB/s",),
         )
     rates = [(link.kind == "network", link.bandwidth_bytes_per_s.value or 0.0) for link in hardware.links]
     inside = [rate for network, rate in rates if rate and not network]

@@ -32,7 +32,7 @@ from autoplan.strategies.config import (
 )
 from autoplan.strategies.knob_text import check_knob
 from autoplan.strategies.techniques.degrees import with_gradient_sync
-from autoplan.strategies.techniques.rules import RULES, incompatible
+from autoplan.strategies.techniques.rules import RULES, Rule, incompatible
 
 LOSSY_REASON = "it loses bits at each step, which a few steps cannot judge; tried by your word alone: --numerics lossy"
 
@@ -96,7 +96,7 @@ def generate(
     combinations = _combinations(degrees, degrees_left_out, fixed, bounds)
     bases = list(_bases(values["micro_batch"], combinations, global_batch))
     others = {knob: allowed for knob, allowed in values.items() if knob != "micro_batch"}
-    candidates = _products(bases, Combinations(others, global_batch))
+    candidates = _products(bases, others, global_batch)
     if not candidates:
         asked = [f"{k}={v}" for k, v in fixed.items()] + [f"{k}={b.describe()}" for k, b in bounds.items()]
         raise ConfigError(
@@ -231,59 +231,49 @@ def _bases(sizes: Sequence[int], degrees: Sequence[Mapping[str, Any]], global_ba
                 yield base
 
 
-class Combinations:
-    """All combinations of some knobs' values, and which of them go with the rest of a configuration.
+def _products(bases: Sequence[TrainingConfig], values: Mapping[str, Sequence[Any]], global_batch: int) -> ConfigTable:
+    """Each base with each combination of the other knobs' values that goes with it, base by base.
 
     The answer is `incompatible`'s, for many configurations at once: each rule is asked once per combination of what it
     reads.
-
-    Args:
-        values: The values per knob.
-        global_batch: Samples per optimizer step.
     """
-
-    def __init__(self, values: Mapping[str, Sequence[Any]], global_batch: int) -> None:
-        self.values = values
-        self._global_batch = global_batch
-        sizes = [len(allowed) for allowed in values.values()]
-        places = np.indices(sizes, dtype=np.min_scalar_type(max(sizes, default=0)))
-        self.codes = dict(zip(values, places.reshape(len(sizes), math.prod(sizes)), strict=True))
-        self._read = [[knob for knob in values if knob in rule.reads] for rule in RULES]
-        self._refused: dict[tuple[Any, ...], NDArray[np.bool_]] = {}
-        self._legal: dict[bytes, NDArray[np.int32]] = {}
-
-    def legal_with(self, base: TrainingConfig) -> NDArray[np.int32]:
-        """The combinations that go with the other knobs of a configuration: their places in the product."""
-        refused = [self._refused_by(number, base) for number in range(len(RULES))]
-        key = b"".join(one.tobytes() for one in refused)
-        if key not in self._legal:
-            legal = np.ones(math.prod(map(len, self.values.values())), dtype=np.bool_)
-            for read, one in zip(self._read, refused, strict=True):
-                legal &= ~one[tuple(self.codes[knob] for knob in read)]
-            self._legal[key] = np.flatnonzero(legal).astype(np.int32)
-        return self._legal[key]
-
-    def _refused_by(self, number: int, base: TrainingConfig) -> NDArray[np.bool_]:
-        """The values that a rule refuses beside a configuration, with an axis for each of these knobs that it reads."""
-        rule, read = RULES[number], self._read[number]
-        key = (number, *(getattr(base, knob) for knob in rule.reads if knob not in read))
-        if key not in self._refused:
-            refused = np.zeros([len(self.values[knob]) for knob in read], dtype=np.bool_)
-            for place in np.ndindex(refused.shape):
-                row = {knob: self.values[knob][at] for knob, at in zip(read, place, strict=True)}
-                refused[place] = rule.incompatible(base.model_copy(update=row), self._global_batch) is not None
-            self._refused[key] = refused
-        return self._refused[key]
-
-
-def _products(bases: Sequence[TrainingConfig], rows: Combinations) -> ConfigTable:
-    """Each base with each of the combinations that go with it, base by base."""
-    legal = [rows.legal_with(base) for base in bases]
-    table, counts = ConfigTable.of(bases), [len(places) for places in legal]
+    sizes = [len(allowed) for allowed in values.values()]
+    places = np.indices(sizes, dtype=np.min_scalar_type(max(sizes, default=0)))
+    all_codes = dict(zip(values, places.reshape(len(sizes), math.prod(sizes)), strict=True))
+    reads = [[knob for knob in values if knob in rule.reads] for rule in RULES]
+    answers: dict[tuple[Any, ...], NDArray[np.bool_]] = {}
+    known: dict[bytes, NDArray[np.int32]] = {}
+    legal = []
+    for base in bases:
+        refused = []
+        for number, (rule, read) in enumerate(zip(RULES, reads, strict=True)):
+            key = (number, *(getattr(base, knob) for knob in rule.reads if knob not in read))
+            if key not in answers:
+                answers[key] = _refused_by(rule, base, {knob: values[knob] for knob in read}, global_batch)
+            refused.append(answers[key])
+        text = b"".join(one.tobytes() for one in refused)
+        if text not in known:
+            goes = np.ones(math.prod(sizes), dtype=np.bool_)
+            for read, one in zip(reads, refused, strict=True):
+                goes &= ~one[tuple(all_codes[knob] for knob in read)]
+            known[text] = np.flatnonzero(goes).astype(np.int32)
+        legal.append(known[text])
+    table, counts = ConfigTable.of(bases), [len(found) for found in legal]
     row = np.concatenate(legal) if legal else np.zeros(0, dtype=np.int32)
     codes = {knob: np.repeat(column, counts) for knob, column in table.codes.items()}
-    codes |= {knob: column[row] for knob, column in rows.codes.items() if len(rows.values[knob]) > 1}
-    return ConfigTable({**table.values, **rows.values}, codes, len(row))
+    codes |= {knob: column[row] for knob, column in all_codes.items() if len(values[knob]) > 1}
+    return ConfigTable({**table.values, **values}, codes, len(row))
+
+
+def _refused_by(
+    rule: Rule, base: TrainingConfig, values: Mapping[str, Sequence[Any]], global_batch: int
+) -> NDArray[np.bool_]:
+    """The values that a rule refuses beside a configuration, with an axis for each of these knobs."""
+    refused = np.zeros([len(allowed) for allowed in values.values()], dtype=np.bool_)
+    for place in np.ndindex(refused.shape):
+        row = {knob: allowed[at] for (knob, allowed), at in zip(values.items(), place, strict=True)}
+        refused[place] = rule.incompatible(base.model_copy(update=row), global_batch) is not None
+    return refused
 
 
 def _illegal_hint(bases: Sequence[TrainingConfig], values: Mapping[str, Sequence[Any]], global_batch: int) -> str:

@@ -95,7 +95,6 @@ def trace_profile(
     variants: tuple[VariantKey, ...] | None = None,
     known: ModelProfile | None = None,
     cache_dir: Path | None = None,
-    fresh: bool = False,
     limits: TraceLimits | None = None,
     on_attempt: Callable[[ProcessReport], None] | None = None,
 ) -> ModelProfile:
@@ -113,7 +112,6 @@ def trace_profile(
         variants: The variants that are needed; None: every variant that the model has.
         known: What was traced before; None: what the cache has.
         cache_dir: The folder of cached profiles; None: the user's cache folder.
-        fresh: Trace again, even if the profile is in the cache.
         limits: What the trace may take; None: TraceLimits().
         on_attempt: Is told of each run that something outside ended; it is then made again.
 
@@ -124,7 +122,7 @@ def trace_profile(
     if hardware is None:
         limits = replace(limits, timing_budget_s=0.0)
     path = cache_path(spec, device, cache_dir, hardware)
-    if known is None and not fresh:
+    if known is None:
         known = _read_cache(path)
     known = None if known is None or PLAIN.text() in known.rough_variants else only_rough(known, ())
     if known is not None and variants is not None:

@@ -34,7 +34,7 @@ from autoplan.probes.profile import Device
 # torch's eager path per operation, autograd and module calls included, beside the probe's bare in-place addition
 AUTOGRAD_OVERHEAD = 6.0
 
-# Of the dense peaks: every chip of the catalogue that has both is at 2
+# Of the dense peaks, where no datasheet has them: every chip of the catalogue that has both is at 2
 FLOAT8_OVER_BFLOAT16 = 2.0
 
 MEASURED_BY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -111,10 +111,7 @@ class Rates:
 
     def matmul_fit(self, dtype: str) -> MatmulFit | DatasheetProducts:
         """The fit of a dtype, or of float32 where that one was never measured."""
-        found, plain = self.matmul.get(dtype), self.matmul.get("bfloat16")
-        if found is None and dtype == "float8" and isinstance(plain, MatmulFit):
-            return _in_8_bits(plain, FLOAT8_OVER_BFLOAT16)
-        return found or self.matmul["float32"]
+        return self.matmul.get(dtype) or self.matmul["float32"]
 
     def attention_rate(self, dtype: str) -> Any:
         """FLOP/s of fused attention in a dtype; `plain`: of attention by two products."""
@@ -256,17 +253,14 @@ def _measured_fit(device: Device, dtype: str) -> MatmulFit | None:
 def _beside_bfloat16(
     device: Device, dtype: str, known: Mapping[str, MatmulFit | DatasheetProducts]
 ) -> MatmulFit | None:
-    """float8 that was not measured beside bfloat16 that was: in proportion to the datasheet's peaks."""
+    """float8 that was not measured beside bfloat16 that was: its fit with products faster by the ratio of the
+    datasheet's peaks, and operands of half the bytes; results stay in bf16."""
     plain = known.get("bfloat16")
-    peaks = [device.datasheet_peak_flops_per_s.get(name) for name in (dtype, "bfloat16")]
-    if dtype != "float8" or not isinstance(plain, MatmulFit) or None in peaks:
+    if dtype != "float8" or not isinstance(plain, MatmulFit):
         return None
+    peaks = [device.datasheet_peak_flops_per_s.get(name) for name in (dtype, "bfloat16")]
     mine, other = (peak.value if peak is not None else None for peak in peaks)
-    return _in_8_bits(plain, mine / other) if mine and other else None
-
-
-def _in_8_bits(plain: MatmulFit, faster: float) -> MatmulFit:
-    """bfloat16's fit with products so many times as fast, and operands of half the bytes; results stay in bf16."""
+    faster = mine / other if mine and other else FLOAT8_OVER_BFLOAT16
     return MatmulFit(coefficients=plain.coefficients * np.array([1 / faster, 1.0, 0.5, 0.5, 1.0]))
 
 
