@@ -190,7 +190,7 @@ def transformer_groups(d: Shape) -> list[OperationGroup]:
     if np.any(d.widened):
         for phase in ("forward", "backward"):
             widened = _memory("widened weights", phase, 4.0, 0.0, "n")
-            groups.append(widened.model_copy(update={"bytes_moved": _line(np.asarray(d.widened) / 4)}))
+            groups.append(widened.model_copy(update={"bytes_moved": line(np.asarray(d.widened) / 4)}))
     return groups + _head_groups(d)
 
 
@@ -219,7 +219,7 @@ def _product(
     p: Product, segment: str, phase: str, count: Number, sizes: tuple[Any, Any, Any], tokens: Number, split: TensorSplit
 ) -> OperationGroup:
     """One of a layer's products; the size that is None grows with the samples."""
-    fits = [_line(per_sample=tokens) if size is None else _line(size) for size in sizes]
+    fits = [line(per_sample=tokens) if size is None else line(size) for size in sizes]
     return OperationGroup.model_construct(
         name=p.name,
         kind="matmul",
@@ -227,11 +227,11 @@ def _product(
         phase=phase,
         dtype="bfloat16",
         count=count,
-        flops=_line(per_sample=2.0 * tokens * p.n * p.k * p.batch),
+        flops=line(per_sample=2.0 * tokens * p.n * p.k * p.batch),
         m=fits[0],
         n=fits[1],
         k=fits[2],
-        batch=_line(p.batch),
+        batch=line(p.batch),
         tensor_split=split,
         of_experts=p.of_experts,
     )
@@ -255,7 +255,7 @@ def _attention_groups(d: Shape) -> list[OperationGroup]:
             phase=phase,
             dtype="plain" if "plain" in name else "bfloat16",
             count=count * 1.0,
-            flops=_line(per_sample=factor * flops),
+            flops=line(per_sample=factor * flops),
             tensor_split="batch",
         )
         for name, phase, count, factor in phases
@@ -283,12 +283,13 @@ def _memory(
         phase=phase,
         dtype="float32",
         count=count,
-        bytes_moved=_line(per_sample=moved),
+        bytes_moved=line(per_sample=moved),
         tensor_split=split,
     )
 
 
-def _line(fixed: Number = 0.0, per_sample: Number = 0.0) -> LinearFit:
+def line(fixed: Number = 0.0, per_sample: Number = 0.0) -> LinearFit:
+    """A fit of numbers, or of arrays with an entry per row."""
     return LinearFit.model_construct(fixed=fixed, per_sample=per_sample)
 
 

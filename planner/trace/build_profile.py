@@ -10,7 +10,6 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import product
 
 import torch
@@ -119,7 +118,7 @@ def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> 
     structure = find_structure(tracer.models.built())
     notes: list[str] = []
     _choose_depth(tracer, structure, notes)
-    found = _trace_variants(tracer, structure, request, notes)
+    traced, failed, untraced = _trace_variants(tracer, structure, request, notes)
     tracer.timings = {} if request.known is None else timings_of(request.known, tracer.requests)
     if request.timing_budget_s > 0:
         tracer.timings = time_operations(
@@ -132,11 +131,11 @@ def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> 
         )
     variants = {
         name: variant.model_copy(update={"groups": tuple(tracer.with_timing(g) for g in variant.groups)})
-        for name, variant in found.variants.items()
+        for name, variant in traced.items()
     }
     profile = _assemble(tracer, structure, variants, identity, notes)
-    profile = profile.model_copy(update={"failed_variants": found.failed, "timing_s": request.timing_budget_s})
-    return with_rough_variants(profile, found.untraced)
+    profile = profile.model_copy(update={"failed_variants": failed, "timing_s": request.timing_budget_s})
+    return with_rough_variants(profile, untraced)
 
 
 def _choose_depth(tracer: VariantTracer, structure: Structure, notes: list[str]) -> None:
@@ -151,53 +150,46 @@ def _choose_depth(tracer: VariantTracer, structure: Structure, notes: list[str])
         tracer.block_gradient_bytes = gradient_bytes(structure) / depth
 
 
-@dataclass(kw_only=True, slots=True)
-class _Traced:
-    """The outcome for the variants.
+def _trace_variants(
+    tracer: VariantTracer, structure: Structure, request: TraceRequest, notes: list[str]
+) -> tuple[dict[str, VariantProfile], dict[str, str], list[VariantKey]]:
+    """Traces the plain variant, then the others while there is time; one that fails does not stop the rest.
 
-    Attributes:
-        variants: The profiles of those that were traced, by the text of their key.
-        failed: Why the others do not run, by the text of their key.
-        untraced: Those for which there was no time, or no memory.
+    Returns:
+        The profiles of those that were traced, and why others do not run, both by the text of their key; and those for
+        which there was no time, or no memory.
     """
-
-    variants: dict[str, VariantProfile] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    untraced: list[VariantKey] = field(default_factory=list)
-
-
-def _trace_variants(tracer: VariantTracer, structure: Structure, request: TraceRequest, notes: list[str]) -> _Traced:
-    """Traces the plain variant, then the others while there is time; one that fails does not stop the rest."""
-    found = _Traced()
+    failed: dict[str, str] = {}
+    untraced: list[VariantKey] = []
     began = time.perf_counter()
-    found.variants[PLAIN.text()] = tracer.profile_variant(PLAIN)
+    variants = {PLAIN.text(): tracer.profile_variant(PLAIN)}
     longest_s = time.perf_counter() - began
     wanted = [key for key in request.variants or _variant_keys(structure) if key != PLAIN]
     for key in sorted(wanted, key=lambda key: key.attention != "own"):
         started = time.perf_counter()
-        done = len(found.variants) + len(found.failed) + len(found.untraced)
+        done = len(variants) + len(failed) + len(untraced)
         tried = done > 1 or request.time_limit_s == 0
         if tried and request.time_limit_s is not None and started - began + 2 * longest_s > request.time_limit_s:
-            found.untraced.append(key)
+            untraced.append(key)
             continue
         try:
             same = tracer.same_with_own_attention(key)
-            known = None if same is None else found.variants.get(same.text())
-            found.variants[key.text()] = (
+            known = None if same is None else variants.get(same.text())
+            variants[key.text()] = (
                 tracer.profile_variant(key) if known is None else known.model_copy(update={"key": key})
             )
         except ConfigError as error:
-            found.failed[key.text()] = error.message
+            failed[key.text()] = error.message
         except Exception as error:  # a technique that does not go with this model, whatever the library raises
             if raised_from_outside(error) is not None:  # which says nothing about the technique
                 raise
             if machine_trouble(error) is None:
-                found.failed[key.text()] = _one_line(error)
+                failed[key.text()] = _one_line(error)
             else:  # memory ran out: where there is more it may run
-                found.untraced.append(key)
+                untraced.append(key)
                 notes.append(f"{key.text()} was not traced, its figures are estimates: {_one_line(error)}")
         longest_s = max(longest_s, time.perf_counter() - started)
-    return found
+    return variants, failed, untraced
 
 
 def _variant_keys(structure: Structure) -> Iterator[VariantKey]:

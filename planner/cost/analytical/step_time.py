@@ -22,6 +22,7 @@ from autoplan.planner.cost.operations import (
     SELECTIVE_KEEPS,
     checkpointed_groups,
     kept_bytes,
+    line,
     loss_bytes,
     transformer_groups,
     transformer_variant,
@@ -49,7 +50,7 @@ from autoplan.planner.cost.traced.step_time import (
     parts_of_step,
     times_of_kinds,
 )
-from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, PeakFit
+from autoplan.planner.trace.model_profile import ModelProfile, PeakFit
 
 # Standard deviation of the logarithm of an uncalibrated step time: of the tables' rows (docs/accuracy.md)
 UNCALIBRATED_SD = 0.17
@@ -279,7 +280,7 @@ def _machine(rows: Layouts) -> Machine:
         parameter_tensors=12 * rows.layers,
         clips_gradients=True,
         linear_weights=(),
-        boundary_bytes=LinearFit.model_construct(fixed=0.0, per_sample=4.0 * rows.seq_len * rows.hidden),
+        boundary_bytes=line(per_sample=4.0 * rows.seq_len * rows.hidden),
     )
     return Machine(
         profile=profile,
@@ -307,7 +308,7 @@ def memory_of(rows: Layouts) -> MemoryParts:
         parts = (("head", saved + loss, 0.0), ("backward", saved + ends, made * size.block_parameters))
         parts += (("tail", one, whole),)  # type: ignore[assignment]
         return tuple(
-            PeakFit.model_construct(part=part, first=_fixed(later + more), later=_fixed(later))
+            PeakFit.model_construct(part=part, first=line(later + more), later=line(later))
             for part, later, more in parts
         )
 
@@ -320,10 +321,6 @@ def memory_of(rows: Layouts) -> MemoryParts:
     waiting = np.maximum(held_micro_batches(rows, rows.accumulation / rows.passes) - 1, 0.0)
     waiting = waiting * blocks * ((1 - share) * kept + share * inputs)
     return peak_parts(rows, size, states, first + waiting, later + waiting)
-
-
-def _fixed(value: Floats) -> LinearFit:
-    return LinearFit.model_construct(fixed=value, per_sample=0.0)
 
 
 def kept_by_policy(rows: Layouts) -> tuple[Floats, Floats, Floats]:

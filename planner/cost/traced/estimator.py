@@ -169,13 +169,15 @@ class Estimator:
             return self._of_one[single]
         if self._last is not None and configs is self._last[0]:
             return self._last[1]
-        blocks = self.profile.num_blocks
-        made = self._work_out(from_configs(configs, self.global_batch, device=self.device, num_blocks=blocks))
+        made = self._work_out(self._candidates(configs))
         if single is not None:
             self._of_one[single] = made
         elif isinstance(configs, tuple):
             self._last = configs, made
         return made
+
+    def _candidates(self, configs: Sequence[TrainingConfig]) -> Candidates:
+        return from_configs(configs, self.global_batch, device=self.device, num_blocks=self.profile.num_blocks)
 
     def outlook(self, configs: Sequence[TrainingConfig]) -> Outlook:
         """As much of `table` as it takes to choose among millions: what is priced alike is predicted once."""
@@ -237,11 +239,8 @@ class Estimator:
     def launch_over_work(self, configs: Sequence[TrainingConfig]) -> Floats:
         """Seconds in which the host launches a micro-step over those in which the device works at it."""
         first, kind = ConfigTable.of(configs).kinds(*MICRO_STEP_KNOBS)
-        different = ConfigTable.of(configs).take(first)
-        blocks, out = self.profile.num_blocks, np.zeros(len(first))
-        for here, some, plain, full in self._by_variant(
-            from_configs(different, self.global_batch, device=self.device, num_blocks=blocks)
-        ):
+        out = np.zeros(len(first))
+        for here, some, plain, full in self._by_variant(self._candidates(ConfigTable.of(configs).take(first))):
             out[here] = launch_over_work(self.machine, plain, full, some)
         return out[kind]
 

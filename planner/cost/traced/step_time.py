@@ -109,7 +109,7 @@ COMPARED_FLOPS = 1e8
 # written in 8 bits. Eager, each operation by itself: abs, max, to fp32, times the scale, clamp, to 8 bits (torchao
 # 0.18), and the copy that puts one of two operands in the order that the kernel wants.
 COMPILED_CAST = {2: 2 + 2 + 1, 4: 4 + 4 + 1}
-EAGER_CAST = {2: 34, 4: 34}
+EAGER_CAST = 34
 # What is no longer done: autocast's cast of an fp32 weight to bf16, once in a forward (4 read, 2 written).
 AUTOCAST_WEIGHT_BYTES = 6
 # Launches of a product with its casts beyond the product's own, counted: compiled, two kernels for each operand; eager,
@@ -454,9 +454,8 @@ def cast_seconds(group: OperationGroup, rates: Rates, c: Candidates) -> Floats:
     ):
         wide = in_fp32 & is_weight
         compiled = np.where(wide, COMPILED_CAST[4], COMPILED_CAST[2])
-        eager = np.where(wide, EAGER_CAST[4], EAGER_CAST[2])
         saved = np.where(wide & (group.phase == "forward"), AUTOCAST_WEIGHT_BYTES, 0)
-        moved += numbers * (np.where(c.compiled > 0, compiled, eager) - saved)
+        moved += numbers * (np.where(c.compiled > 0, compiled, EAGER_CAST) - saved)
     return np.asarray(moved / rates.memory_bytes_per_s)
 
 
