@@ -317,14 +317,14 @@ def korthikanti() -> dict[str, float]:
 def speed() -> float:
     """Configurations estimated per second on one core, over the layouts of Llama-2 70B on 2,048 H100s, repeated."""
     from autoplan.planner.cost.analytical.cluster import parse_cluster
-    from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
+    from autoplan.planner.cost.analytical.layout_search import Question
     from autoplan.planner.cost.analytical.transformer import find_transformer
 
     cluster, _ = parse_cluster("256x8xH100")
     question = Question(
         model=find_transformer("llama2-70b"), cluster=cluster, seq_len=4096, global_batch=2048, fixed={}
     )
-    layouts = search_layouts(question).layouts
+    layouts = question.solve().layouts
     layouts = layouts.take(np.tile(np.arange(len(layouts)), 20))
     started = time.process_time()
     estimate_layouts(layouts)

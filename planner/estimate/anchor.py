@@ -27,7 +27,7 @@ from autoplan.errors import PlanError, UsageError
 from autoplan.planner.cost.analytical.cluster import Cluster, cluster_hardware, find_chip, parse_cluster
 from autoplan.planner.cost.analytical.step_time import FACTORS_OF
 from autoplan.planner.cost.calibrate import FACTORS, PRIOR_SD
-from autoplan.planner.cost.columns import DTYPES, PRECISIONS, Floats
+from autoplan.planner.cost.columns import DTYPES, Floats
 from autoplan.planner.cost.communication import ASSUMED_LINK_EFFICIENCY, Links, links_of
 from autoplan.planner.cost.roofline import DatasheetProducts
 from autoplan.planner.cost.traced.estimator import Estimator
@@ -329,40 +329,36 @@ def _carry_to_same(learned: Learned, target: Target, profile: ModelProfile, glob
     estimator.memory_fit = copy.deepcopy(learned.estimator.memory_fit)
     wider = np.zeros(len(FACTORS))
     notes = [f"rates: measured on the {device.name} of the anchor, by probes and {len(measured.timed)} trials"]
+    rates, share = estimator.rates, 1.0
     if measured.kind == "cpu":
         host = measured.hardware.host
         cores = int(device.cores or host.cores_usable)
-        rates = estimator.rates
         if target.cores != cores:
             rates = with_cores(rates, target.cores)
             wider[[FACTORS.index(name) for name in COMPUTED]] += MORE_CORES_SD * abs(math.log2(target.cores / cores))
             notes.append(f"{target.cores} cores in place of {cores}: taken in proportion where no probe ran on as many")
         rates.ranks_per_host = float(cluster.gpus_per_node)
         memory = (host.memory_total_bytes.value or 0.0) * MEMORY_SHARE / cluster.gpus_per_node
-        peaks = [device.peak_flops_per_s.get(DTYPES[code]) for code in range(len(PRECISIONS))]
+        peaks = [device.peak_flops_per_s.get(dtype) for dtype in DTYPES]
         share = target.cores / cores / cluster.gpus_per_node
-        rank_peaks = np.array([peak.value * share if peak and peak.value else np.nan for peak in peaks])
     else:
         estimator.memory_fit.base_bytes += context_bytes(measured.hardware)
         memory = float(device.memory_total_bytes.value or 0.0)
         sheet = device.datasheet_peak_flops_per_s
-        found = [sheet.get(dtype) or device.peak_flops_per_s.get(dtype) for dtype in DTYPES]
-        rank_peaks = np.array([peak.value if peak and peak.value else np.nan for peak in found])
-        rates = estimator.rates
-    ranks = cluster.num_gpus / measured.ranks
+        peaks = [sheet.get(dtype) or device.peak_flops_per_s.get(dtype) for dtype in DTYPES]
+    doublings = max(math.log2(cluster.num_gpus / measured.ranks), 0.0)
     communication = FACTORS.index("communication")
-    wider[communication] += MORE_RANKS_SD * max(math.log2(ranks), 0.0)
+    wider[communication] += MORE_RANKS_SD * doublings
     if cluster.nodes > 1:  # what was learnt of the links inside a node says nothing of those between nodes
         estimator.time_fit.theta[communication] = 0.0
         wider[communication] = PRIOR_SD["communication"]
-    doublings = max(math.log2(ranks), 0.0)
     estimator.time_fit.covariance += np.diag(np.square(wider)) + (MORE_RANKS_ALL_SD[measured.kind] * doublings) ** 2
     estimator.rates = rates
     estimator.machine = replace(estimator.machine, rates=rates, links=_links(learned, target))
     return Place(
         estimator=estimator,
         memory_bytes=memory,
-        peaks=rank_peaks,
+        peaks=np.array([peak.value * share if peak and peak.value else np.nan for peak in peaks]),
         notes=(*notes, *estimator.machine.links.assumed, *rates.assumed),
     )
 

@@ -276,9 +276,7 @@ def without_dropout(call: OpCall) -> OpCall:
     if "philox_seed" not in names or "dropout_p" not in names:
         return call
     place = names.index("dropout_p")
-    arguments = [*call.arguments]
-    arguments[place : place + 1] = [0.0]
-    return OpCall(call.function, tuple(arguments), call.options)
+    return replace(call, arguments=(*call.arguments[:place], 0.0, *call.arguments[place + 1 :]))
 
 
 def _shapes(call: OpCall) -> list[TensorShape]:

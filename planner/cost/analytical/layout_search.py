@@ -60,8 +60,41 @@ class Question(Asked):
     model: Transformer
 
     def solve(self) -> Answer:
-        """See `search_layouts`."""
-        return search_layouts(self)
+        """Estimates every legal layout.
+
+        Raises:
+            ConfigError: nothing is legal, and why.
+        """
+        inputs = read_inputs(self.fixed)
+        check_names(inputs.values)
+        chip = find_chip(self.cluster.chip)
+        # of knobs that a search varies by itself the values that are never slower, nor larger, in the closed form
+        precision = next((p for p in ("bf16", "fp16") if chip.peak(p) is not None), "fp32")
+        settings = read_settings(inputs.values, self.model, chip, {"precision": precision, "compile": "block"})
+        _check_fixed(self, inputs.values)
+        found = [
+            replace(layout, config=layout.config.model_copy(update=settings.knobs | {"checkpointing": policy}))
+            for layout in _legal_degrees(self, inputs.values, settings)
+            for policy in _wanted(inputs.values, "checkpointing", CHECKPOINTING)
+        ]
+        if not found:
+            raise _nothing_legal(self)
+        columns = settings.columns | _cluster_columns(self)
+        layouts = make_layouts(found, [columns])
+        table = estimate_layouts(layouts, self.correction)
+        verdicts = memory_verdicts(table.peak_memory_bytes, layouts.memory_bytes)
+        return Answer(
+            configs=[layout.config for layout in found],
+            layouts=layouts,
+            table=table,
+            order=in_order(table, verdicts),
+            verdicts=verdicts,
+            knobs=settings.knobs,
+            other=settings.other,
+            optimizer=settings.other.get("optimizer", DEFAULT_OPTIMIZER),
+            memory_bytes=float(layouts.memory_bytes[0]),
+            notes=inputs.notes,
+        )
 
     def show_model(self) -> dict[str, Any]:
         """The dimensions."""
@@ -97,44 +130,6 @@ class Answer:
     def best(self) -> int | None:
         """The fastest that fits."""
         return int(self.order[0]) if len(self.order) else None
-
-
-def search_layouts(question: Question) -> Answer:
-    """Estimates every legal layout.
-
-    Raises:
-        ConfigError: nothing is legal, and why.
-    """
-    inputs = read_inputs(question.fixed)
-    check_names(inputs.values)
-    chip = find_chip(question.cluster.chip)
-    # of knobs that a search varies by itself the values that are never slower, nor larger, in the closed form
-    precision = next((p for p in ("bf16", "fp16") if chip.peak(p) is not None), "fp32")
-    settings = read_settings(inputs.values, question.model, chip, {"precision": precision, "compile": "block"})
-    _check_fixed(question, inputs.values)
-    found = [
-        replace(layout, config=layout.config.model_copy(update=settings.knobs | {"checkpointing": policy}))
-        for layout in _legal_degrees(question, inputs.values, settings)
-        for policy in _wanted(inputs.values, "checkpointing", CHECKPOINTING)
-    ]
-    if not found:
-        raise _nothing_legal(question)
-    columns = settings.columns | _cluster_columns(question)
-    layouts = make_layouts(found, [columns])
-    table = estimate_layouts(layouts, question.correction)
-    verdicts = memory_verdicts(table.peak_memory_bytes, layouts.memory_bytes)
-    return Answer(
-        configs=[layout.config for layout in found],
-        layouts=layouts,
-        table=table,
-        order=in_order(table, verdicts),
-        verdicts=verdicts,
-        knobs=settings.knobs,
-        other=settings.other,
-        optimizer=settings.other.get("optimizer", DEFAULT_OPTIMIZER),
-        memory_bytes=float(layouts.memory_bytes[0]),
-        notes=inputs.notes,
-    )
 
 
 def in_order(table: EstimateTable, verdicts: np.ndarray[Any, np.dtype[np.str_]]) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -13,7 +13,7 @@ import autoplan
 from autoplan.errors import ConfigError
 from autoplan.planner.cost.analytical.cluster import parse_cluster
 from autoplan.planner.cost.analytical.inputs import IGNORED_KNOBS, OTHER_INPUTS
-from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
+from autoplan.planner.cost.analytical.layout_search import Question
 from autoplan.planner.cost.analytical.layouts import Layouts
 from autoplan.planner.cost.analytical.rows import estimate_rows
 from autoplan.planner.cost.analytical.step_time import estimate_layouts
@@ -421,7 +421,7 @@ def test_a_row_that_contradicts_itself_is_not_estimated(more: dict[str, Any], wo
 def test_a_fix_that_contradicts_itself_is_an_error(fixed: dict[str, str], words: str) -> None:
     cluster, _ = parse_cluster("8x8xH100")
     with pytest.raises(ConfigError, match=words) as caught:
-        search_layouts(Question(model=LLAMA, cluster=cluster, seq_len=SEQ_LEN, global_batch=512, fixed=fixed))
+        Question(model=LLAMA, cluster=cluster, seq_len=SEQ_LEN, global_batch=512, fixed=fixed).solve()
     assert caught.value.hint
 
 

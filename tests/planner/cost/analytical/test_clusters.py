@@ -19,7 +19,7 @@ from autoplan.planner.cost.analytical.answer import (
     why_others_lose,
 )
 from autoplan.planner.cost.analytical.cluster import parse_cluster
-from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
+from autoplan.planner.cost.analytical.layout_search import Question
 from autoplan.planner.cost.analytical.rows import (
     INPUT,
     OUTPUT,
@@ -145,7 +145,7 @@ def test_estimated_together_is_estimated_alone() -> None:
 
 
 def test_search_estimates_legal_layouts_only_and_sorts_them() -> None:
-    answer = search_layouts(question())
+    answer = question().solve()
     rows = answer.layouts
     assert np.all(rows.num_ranks == 64)
     assert np.all(rows.global_batch % (rows.micro_batch * rows.dp) == 0)
@@ -155,7 +155,7 @@ def test_search_estimates_legal_layouts_only_and_sorts_them() -> None:
 
 
 def test_fixed_knobs_are_kept() -> None:
-    rows = search_layouts(question(tp="8", pp="4", checkpointing="full", micro_batch="2")).layouts
+    rows = question(tp="8", pp="4", checkpointing="full", micro_batch="2").solve().layouts
     assert (
         set(rows.tp) == {8} and set(rows.pp) == {4} and set(rows.micro_batch) == {2} and set(rows.checkpointed) == {1.0}
     )
@@ -451,7 +451,7 @@ def test_a_table_without_a_header_is_refused(tmp_path: Path) -> None:
 
 def test_a_layout_says_how_often_its_gradients_are_reduced() -> None:
     asked = of_seven_billion(tp="1", pp="1", checkpointing="full")
-    answer = search_layouts(asked)
+    answer = asked.solve()
     shown = [show_layout(asked, answer, i) for i in range(len(answer.layouts))]
     every = [entry for entry in shown if entry["layout"]["gradient_sync"] == "every"]
     assert every and all(entry["accumulation"] > 1 and entry["layout"]["dp_shard"] > 1 for entry in every)
@@ -459,7 +459,7 @@ def test_a_layout_says_how_often_its_gradients_are_reduced() -> None:
 
 
 def test_virtual_stages_need_a_pipeline_and_whole_blocks() -> None:
-    layouts = search_layouts(of_seven_billion(virtual_stages="2")).layouts
+    layouts = of_seven_billion(virtual_stages="2").solve().layouts
     assert len(layouts) and set(layouts.virtual_stages) == {2}
     assert (layouts.pp > 1).all() and ((layouts.layers / layouts.pp) % 2 == 0).all()
 
@@ -479,7 +479,7 @@ def test_what_does_not_fit_on_one_node_says_how_many_would_do() -> None:
 
 def test_families_that_are_too_close_are_not_said_to_be_too_large() -> None:
     """Seven billion parameters on two A100s: at 16 bytes over two GPUs it nearly fits, at more it does not."""
-    told = [entry["why"] for entry in why_others_lose(search_layouts(of_seven_billion("2xA100", tp="1", pp="1")))]
+    told = [entry["why"] for entry in why_others_lose(of_seven_billion("2xA100", tp="1", pp="1").solve())]
     large = [why for why in told if "of 80.0 GiB" in why]
     assert {why.split(":")[0] for why in large} == {"too close to call", "does not fit"}
     for why in large:

@@ -13,7 +13,7 @@ import autoplan
 from autoplan.cli.estimate import estimate_command
 from autoplan.errors import ConfigError
 from autoplan.planner.cost.analytical.cluster import parse_cluster
-from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
+from autoplan.planner.cost.analytical.layout_search import Question
 from autoplan.planner.cost.analytical.rows import estimate_rows
 from autoplan.planner.cost.analytical.step_time import EstimateTable
 from autoplan.planner.cost.analytical.transformer import from_config
@@ -154,7 +154,7 @@ def test_shared_work_that_contradicts_itself_is_not_estimated(more: dict[str, An
 def test_a_search_shares_experts_as_far_as_they_go() -> None:
     cluster, _ = parse_cluster("8x8xH100")
     model = from_config(MIXTRAL, "mixtral")
-    answer = search_layouts(Question(model=model, cluster=cluster, seq_len=4096, global_batch=512, fixed={}))
+    answer = Question(model=model, cluster=cluster, seq_len=4096, global_batch=512, fixed={}).solve()
     assert set(np.unique(answer.layouts.ep)) == {1, 2, 4, 8} and answer.best is not None
 
 
