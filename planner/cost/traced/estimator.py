@@ -29,14 +29,7 @@ from autoplan.planner.cost.traced.step_time import (
     step_parts,
 )
 from autoplan.planner.records.trials import Outcome, Prediction, Trial
-from autoplan.planner.trace.model_profile import (
-    VARIANT_KNOBS,
-    LinearFit,
-    ModelProfile,
-    PeakFit,
-    VariantKey,
-    VariantProfile,
-)
+from autoplan.planner.trace.model_profile import VARIANT_KNOBS, LinearFit, ModelProfile, VariantKey, VariantProfile
 from autoplan.planner.trace.rough_profile import rough_variant
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import ATTENTION_BACKENDS, CUDAGRAPH_MODES, KNOBS, TrainingConfig, knobs
@@ -395,10 +388,8 @@ def _between(eager: VariantProfile, selective: VariantProfile, share: float) -> 
 
     other = {peak.part: peak for peak in selective.peaks}
     peaks = tuple(
-        PeakFit(
-            part=peak.part,
-            first=mix(peak.first, other[peak.part].first),
-            later=mix(peak.later, other[peak.part].later),
+        peak.model_copy(
+            update={name: mix(getattr(peak, name), getattr(other[peak.part], name)) for name in ("first", "later")}
         )
         for peak in eager.peaks
         if peak.part in other
