@@ -79,7 +79,14 @@ class Question(Asked):
         ]
         if not found:
             raise _nothing_legal(self)
-        columns = settings.columns | _cluster_columns(self)
+        intra, inter = self.cluster.intra_gbytes_per_s, self.cluster.inter_gbits_per_s_per_gpu
+        columns = settings.columns | {
+            "seq_len": float(self.seq_len),
+            "gpus_per_node": float(self.cluster.gpus_per_node),
+            "intra_bytes_per_s": 1e9 * intra if intra else chip.intra_bytes_per_s,
+            "inter_bytes_per_s": (inter or 8.0) * 1e9 / 8,  # on one node nothing passes between nodes
+            "input_tokens_per_s": self.cluster.input_tokens_per_s or np.inf,
+        }
         layouts = make_layouts(found, [columns])
         table = estimate_layouts(layouts, self.correction)
         verdicts = memory_verdicts(table.peak_memory_bytes, layouts.memory_bytes)
@@ -275,16 +282,3 @@ def _shardings(dp: int, local: int, pp: int, values: Mapping[str, str]) -> list[
     if said is None and "reshard_after_forward" in values:
         return [option for option in options if option[1] != "shard_grad_op"]
     return [option for option in options if said in (None, option[1])]
-
-
-def _cluster_columns(question: Question) -> dict[str, float]:
-    cluster, chip = question.cluster, find_chip(question.cluster.chip)
-    intra = cluster.intra_gbytes_per_s
-    return {
-        "seq_len": float(question.seq_len),
-        "gpus_per_node": float(cluster.gpus_per_node),
-        "intra_bytes_per_s": 1e9 * intra if intra else chip.intra_bytes_per_s,
-        # on one node nothing passes between nodes
-        "inter_bytes_per_s": (cluster.inter_gbits_per_s_per_gpu or 8.0) * 1e9 / 8,
-        "input_tokens_per_s": cluster.input_tokens_per_s or np.inf,
-    }
