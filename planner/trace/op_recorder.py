@@ -151,15 +151,12 @@ class OpRecorder(TorchDispatchMode):
             if key in self._seen:
                 continue
             size = storage.nbytes()
-            self._seen[key] = weakref.ref(storage, self._on_freed(key, size))
+            self._seen[key] = weakref.ref(storage, functools.partial(self._freed, key, size))
             self.live_bytes += size
 
-    def _on_freed(self, key: int, size: int) -> Any:
-        def freed(_: Any) -> None:
-            if self._seen.pop(key, None) is not None:
-                self.live_bytes -= size
-
-        return freed
+    def _freed(self, key: int, size: int, _: Any) -> None:
+        if self._seen.pop(key, None) is not None:
+            self.live_bytes -= size
 
     def update_peak(self) -> None:
         """Raises the peak of the current part to the bytes alive now, if these are more."""

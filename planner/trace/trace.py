@@ -13,7 +13,6 @@ shallow one. One recording of the whole model then checks that calculation.
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from autoplan.processes import (
     run_again,
 )
 from autoplan.strategies.analysis.facts import WorkloadFacts
+from autoplan.strategies.workloads.digests import installed_versions
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
@@ -241,16 +241,10 @@ def cache_path(
     import platformdirs
 
     folder = cache_dir or Path(platformdirs.user_cache_dir("autoplan")) / "profiles"
-    versions = "-".join(_version(name) for name in ("torch", "transformers"))
+    installed = installed_versions()
+    versions = "-".join(installed.get(name, "none") for name in ("torch", "transformers"))
     place = device if hardware is None else f"{device}-{hardware.fingerprint}"
     return folder / f"{spec.identity}-{place}-{versions}-v{PROFILE_VERSION}.json"
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def _read_cache(path: Path) -> ModelProfile | None:

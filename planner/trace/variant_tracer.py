@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -128,15 +127,6 @@ def truncate_model(model: nn.Module, depth: int) -> None:
             setattr(config, attribute, depth)
 
 
-def _build_for_truncated(build: Callable[[Iterable[Any]], torch.optim.Optimizer], parameters: Iterable[Any]) -> Any:
-    """The workload's own optimizer, or AdamW where it cannot be made over the parameters of a truncated model."""
-    given = list(parameters)
-    try:
-        return build(given)
-    except Exception:  # the user's own code
-        return torch.optim.AdamW(given)
-
-
 def gradient_bytes(structure: Structure) -> float:
     """Bytes of the gradients of all blocks."""
     parameters = (p for _, block in structure.blocks for p in block.parameters() if p.requires_grad)
@@ -164,8 +154,15 @@ class VariantTracer:
         self.device = device
         self.mode = mode
         self.models = TruncatedModels(workload, device, mode)
-        # An optimizer that was given as an instance can be made only over the whole model. No recording takes a step.
-        build = functools.partial(_build_for_truncated, workload.build_optimizer)
+
+        def build(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+            given = list(parameters)
+            try:
+                return workload.build_optimizer(given)
+            except Exception:  # the user's own code; no recording takes a step
+                return torch.optim.AdamW(given)
+
+        # An optimizer that was given as an instance can be made only over the whole model.
         self._truncated_workload = dataclasses.replace(workload, build_optimizer=build, build_schedule=None)
         smallest = workload.fixed_micro_batch or 2
         self.samples = (smallest, 2 * smallest)
@@ -252,27 +249,16 @@ class VariantTracer:
         more_blocks = depth - DEPTHS[0]
         # Under autocast a checkpointed block keeps its cast weights up to the end of the forward, and no longer.
         kept_later = block_saved if key.checkpointing == "none" else LinearFit(per_sample=block_saved.per_sample)
-        peaks = {
-            part: self._deepen_peak(key, part, peak, block_saved if part == "forward" else kept_later, more_blocks)
-            for part, peak in shallow.peaks.items()
-        }
+        peaks = {}
+        for part, (first, later) in shallow.peaks.items():  # each block adds what it keeps; in the tail its gradients
+            kept = more_blocks * (block_saved if part == "forward" else kept_later)
+            if part == "tail":
+                gradients = more_blocks * self.block_gradient_bytes * (1.0 if key.parameters == "own" else 0.5)
+                peaks[part] = first + LinearFit(fixed=gradients), later
+            else:
+                peaks[part] = first + kept, later + kept
         saved = shallow.saved_bytes + more_blocks * block_saved
         return make_variant_profile(key, split, peaks, block_saved, saved, depth)
-
-    def _deepen_peak(
-        self,
-        key: VariantKey,
-        part: str,
-        peak: tuple[LinearFit, LinearFit],
-        kept_by_block: LinearFit,
-        more_blocks: int,
-    ) -> tuple[LinearFit, LinearFit]:
-        """The peak of a model with more blocks: each adds what it keeps, or its gradients in the last part."""
-        first, later = peak
-        if part == "tail":
-            gradients = more_blocks * self.block_gradient_bytes * (1.0 if key.parameters == "own" else 0.5)
-            return first + LinearFit(fixed=gradients), later
-        return first + more_blocks * kept_by_block, later + more_blocks * kept_by_block
 
     def _fit(self, key: VariantKey, depth: int | None) -> VariantFits:
         """The fits of a variant at a depth; None: of the whole model.
