@@ -68,13 +68,13 @@ def rough_variant(key: VariantKey, traced: Mapping[str, VariantProfile], num_blo
     nearest = next(traced[near.text()] for near in _nearest(key) if near.text() in traced)
     bytes_share = HALF_BYTES if key.precision == "half" and nearest.key.precision == "fp32" else 1.0
     saved_share = SAVED_SHARE[key.checkpointing] / SAVED_SHARE[nearest.key.checkpointing]
-    groups = [_in_format(group, key.precision, bytes_share) for group in nearest.groups]
+    groups = list(nearest.groups)
     if bytes_share != 1.0:
+        groups = [_in_half(group) for group in groups]
         groups += [_casts(group) for group in groups if group.kind in ("matmul", "convolution")]
     if key.checkpointing != "none" and nearest.key.checkpointing == "none":
         groups += [group.model_copy(update={"phase": "backward"}) for group in groups if _recomputes(group, key)]
-    in_blocks = max(1, num_blocks) * nearest.block_saved_bytes
-    freed = (1.0 - saved_share) * bytes_share * in_blocks
+    freed = (1.0 - saved_share) * bytes_share * (max(1, num_blocks) * nearest.block_saved_bytes)
     return VariantProfile(
         key=key,
         groups=tuple(groups),
@@ -109,15 +109,13 @@ def _nearest(key: VariantKey) -> list[VariantKey]:
     return [*found, PLAIN]
 
 
-def _in_format(group: OperationGroup, precision: str, bytes_share: float) -> OperationGroup:
-    if bytes_share == 1.0:
-        return group
+def _in_half(group: OperationGroup) -> OperationGroup:
     matrix = group.kind in ("matmul", "attention", "convolution")
     return group.model_copy(
         update={
-            "dtype": "bfloat16" if precision == "half" and matrix else group.dtype,
-            "bytes_moved": bytes_share * group.bytes_moved,
-            "output_bytes": bytes_share * group.output_bytes,
+            "dtype": "bfloat16" if matrix else group.dtype,
+            "bytes_moved": HALF_BYTES * group.bytes_moved,
+            "output_bytes": HALF_BYTES * group.output_bytes,
             "measured_s": None,
             "measured_more_s": None,
         }

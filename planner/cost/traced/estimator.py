@@ -22,11 +22,12 @@ from autoplan.planner.cost.traced.step_time import (
     FAULTS_APART,
     GIVEN_BACK,
     Machine,
+    blended_times,
     discard_outlier_timings,
     first_touches,
     launch_over_work,
     model_flops,
-    step_parts,
+    parts_of_step,
 )
 from autoplan.planner.records.trials import Outcome, Prediction, Trial
 from autoplan.planner.trace.model_profile import VARIANT_KNOBS, LinearFit, ModelProfile, VariantKey, VariantProfile
@@ -212,13 +213,15 @@ class Estimator:
         parts, memory = np.zeros((len(FACTORS), size)), np.zeros((len(MEMORY_PARTS), size))
         bubble, flops, host, rough = (np.zeros(size) for _ in range(4))
         for here, some, plain, full in self._by_variant(candidates):
-            parts[:, here], bubble[here], flops[here] = step_parts(self.machine, plain, full, some)
+            times, executed = blended_times(self.machine, plain, full, some)
+            moved = traced_offload(plain, full, self.profile, some)
+            parts[:, here], bubble[here], flops[here] = parts_of_step(self.machine, times, executed, some, moved)
             parts[FACTORS.index("first_touch"), here] = self._first_touch_s(plain, full, some)
             held = traced_memory(plain, full, self.profile, some)
             memory[:, here] = [getattr(held, name) for name in MEMORY_PARTS]
             if {plain.key.text(), full.key.text()} & {*self.profile.rough_variants}:
                 rough[here] = held.activations
-            host[here] = traced_offload(plain, full, self.profile, some).host_bytes
+            host[here] = moved.host_bytes
         return Uncalibrated(
             candidates=candidates,
             parts_s=parts,

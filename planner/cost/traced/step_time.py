@@ -29,7 +29,7 @@ from autoplan.planner.cost.roofline import LAUNCH_S
 from autoplan.planner.cost.states import ModelSize, StateWidths
 from autoplan.planner.cost.step import step_seconds
 from autoplan.planner.cost.traced.candidates import FP8, Candidates
-from autoplan.planner.cost.traced.memory import profile_size, profile_widths, traced_offload
+from autoplan.planner.cost.traced.memory import profile_size, profile_widths
 from autoplan.planner.cost.traced.rates import Rates, is_aligned
 from autoplan.planner.trace.model_profile import IN_FUSED_LOSS, ModelProfile, OperationGroup, VariantKey, VariantProfile
 from autoplan.strategies.techniques.sizes import RECIPES, reason_against_sizes
@@ -123,16 +123,14 @@ BLOCK, REST = 0, 1
 """Segments of a model: one of its blocks, and what lies outside them."""
 
 
-def segment_times(
-    variant: VariantProfile, rates: Rates, candidates: Candidates, fp8: Mapping[int, Floats] | None = None
-) -> Floats:
+def segment_times(variant: VariantProfile, rates: Rates, candidates: Candidates, fp8: Mapping[int, Floats]) -> Floats:
     """Seconds of one micro-step for candidates of one variant.
 
     Args:
         variant: The traced variant.
         rates: Of the device.
         candidates: All of that variant.
-        fp8: By product of the variant, its share that runs in 8 bits for each candidate; None: nothing does.
+        fp8: By product of the variant, its share that runs in 8 bits for each candidate, where it has one.
 
     Returns:
         An array of shape (2, parts, candidates): of one block, and of the rest; parts as in PARTS.
@@ -166,7 +164,7 @@ def segment_times(
             seconds = seconds * slow
         target = times[BLOCK if group.segment == "block" else REST]
         in_8_bits = np.zeros(size)
-        if fp8 is not None and place in fp8:
+        if place in fp8:
             in_8_bits = fp8[place] * group.count
             seconds = seconds * (1 - fp8[place])
             if rates.casts_apart:
@@ -476,29 +474,22 @@ class Machine:
     block_exchange: BlockExchange | None = None
 
 
-def step_parts(
-    machine: Machine, plain: VariantProfile, full: VariantProfile, c: Candidates
+def parts_of_step(
+    machine: Machine, times: Floats, flops: Floats, c: Candidates, moved_out: Offloaded | None
 ) -> tuple[Floats, Floats, Floats]:
-    """The parts of a step of candidates of one variant, before any calibration.
+    """The parts of a step, before any calibration.
 
     Args:
         machine: The model, the device and the links.
-        plain: The variant without whole-block checkpointing.
-        full: The same with every block checkpointed; the same object where no candidate checkpoints whole blocks.
-        c: All of that variant.
+        times: Of a micro-step's operations, of shape (2, parts, candidates), as `blended_times` has them.
+        flops: Of a micro-step.
+        c: The candidates.
+        moved_out: What lies on the host; None: nothing.
 
     Returns:
         Seconds per calibration factor, of shape (factors, candidates), first touches and the bubble left out; seconds
         of the bubble; FLOPs executed by all ranks.
     """
-    times, flops = _blended_times(machine, plain, full, c)
-    return parts_of_step(machine, times, flops, c, traced_offload(plain, full, machine.profile, c))
-
-
-def parts_of_step(
-    machine: Machine, times: Floats, flops: Floats, c: Candidates, moved_out: Offloaded | None
-) -> tuple[Floats, Floats, Floats]:
-    """The same from the times of a micro-step's operations, of shape (2, parts, candidates), and its FLOPs."""
     profile = machine.profile
     size, widths = machine.size or profile_size(profile), machine.widths or profile_widths(profile, c)
     boundary = np.asarray(profile.boundary_bytes.at(c.samples) * boundary_width(c) / 4)
@@ -515,17 +506,18 @@ def parts_of_step(
 
 def launch_over_work(machine: Machine, plain: VariantProfile, full: VariantProfile, c: Candidates) -> Floats:
     """Seconds in which the host launches a micro-step over those in which the device works at it."""
-    times, _ = _blended_times(machine, plain, full, c)
+    times, _ = blended_times(machine, plain, full, c)
     through = times[BLOCK] * machine.profile.num_blocks + times[REST]
     launching = PARTS.index("dispatch")
     return np.asarray(through[launching] / np.maximum(np.delete(through, launching, axis=0).sum(axis=0), 1e-30))
 
 
-def _blended_times(
+def blended_times(
     machine: Machine, plain: VariantProfile, full: VariantProfile, c: Candidates
 ) -> tuple[Floats, Floats]:
     """Times of one micro-step as `segment_times` has them, and FLOPs; between no block and all blocks checkpointed.
 
+    `full` is the variant with every block checkpointed: the same object where no candidate checkpoints whole blocks.
     They are worked out once for all candidates that differ in nothing that they depend on.
     """
     first, kind = first_of_each(c.micro_step)
