@@ -71,11 +71,11 @@ class Correction:
 
     kinds: Floats
     posterior: _Posterior
-    used: bool
     rows: int
     groups: int
-    error_before: float | None
-    error_after: float | None
+    used: bool = False
+    error_before: float | None = None
+    error_after: float | None = None
     left_out: tuple[str, ...] = ()
 
     def predict(self, parts: Floats, kinds: Floats) -> tuple[Floats, Floats]:
@@ -118,11 +118,8 @@ def learn(parts: Floats, kinds: Floats, groups: Sequence[object], seconds: Float
     correction = Correction(
         kinds=known,
         posterior=_fit(features, seen, parts.shape[1]),
-        used=False,
         rows=len(seen),
         groups=int(fold.max()) + 1,
-        error_before=None,
-        error_after=None,
     )
     if len(seen) < 2:
         return correction

@@ -178,12 +178,8 @@ class Estimator:
         table = ConfigTable.of(configs)
         # variant by variant, since each costs some time however many candidates it has
         keys = table.alike([*VARIANT_KNOBS, *(knob for knob in KNOBS if knob not in VARIANT_KNOBS)], self._as_priced)
-        order = np.argsort(keys, kind="stable")
-        differs = np.diff(keys[order], prepend=-1) != 0
-        kind = np.empty(len(keys), dtype=np.int32)
-        kind[order] = np.cumsum(differs, dtype=np.int32) - 1
-        first = order[differs]
-        del keys, order
+        _, first, kind = np.unique(keys, return_index=True, return_inverse=True)
+        del keys
         names = [field.name for field in fields(Outlook)]
         columns = {name: np.empty(len(first)) for name in names}
         for start in range(0, len(first), PART):
