@@ -147,77 +147,69 @@ def without_twins(
         launch_over_work: Of configurations, the seconds in which the host launches a micro-step over those in which the
             device works at it.
     """
-    candidates = space.candidates
-    found: list[LeftOutFamily] = []
     if "precision" not in named:
-        candidates = _without_losing_precisions(candidates, device, found)
-        candidates = _without_fp16(candidates, device, found)
+        space = _without_fp16(_without_losing_precisions(space, device), device)
         if device.type == "cuda" and "compile" not in named and stored_in_fp32:
-            candidates = _without_compiled_fp32(candidates, device, found)
+            space = _without_compiled_fp32(space, device)
     if "attention" not in named and device.type == "cuda":
-        candidates = _without_eager_attention(candidates, device, sequence_length, found)
+        space = _without_eager_attention(space, device, sequence_length)
     if "compile_mode" not in named:
-        candidates = _without_needless_graphs(candidates, launch_over_work, found)
-    return space.narrowed(candidates, found) if found else space
+        space = _without_needless_graphs(space, launch_over_work)
+    return space
 
 
-def _without_losing_precisions(candidates: ConfigTable, device: Device, found: list[LeftOutFamily]) -> ConfigTable:
+def _without_losing_precisions(space: Space, device: Device) -> Space:
     """Drops precisions that the probes saw to be slower than fp32 (bf16 on a CPU without bf16 units: 10-20 x)."""
-    offered = candidates.used("precision")
+    offered = space.candidates.used("precision")
     for precision, dtype in PRECISION_DTYPES.items():
         rates = paired_rates(device, dtype, "float32")
         if not {precision, "fp32"} <= offered or rates is None:
             continue
         rate, plain = rates
         if rate < LOSING_RATE_SHARE * max(0.0, 1 - doubt(device)) * plain:
-            candidates = _leave_out(
-                candidates,
-                candidates.has("precision", precision),
+            space = _leave_out(
+                space,
+                space.candidates.has("precision", precision),
                 family=f"precision={precision}",
                 limit="measured: a linear layer's forward and backward is slower than in fp32 on this device",
                 by=f"{rate / 1e9:.3g} against {plain / 1e9:.3g} GFLOP/s, {1 - rate / plain:.0%} slower",
-                found=found,
             )
-    return candidates
+    return space
 
 
-def _without_fp16(candidates: ConfigTable, device: Device, found: list[LeftOutFamily]) -> ConfigTable:
+def _without_fp16(space: Space, device: Device) -> Space:
     rates = paired_rates(device, "bfloat16", "float16")
     if (
         rates is None
-        or "bf16" not in candidates.used("precision")
+        or "bf16" not in space.candidates.used("precision")
         or rates[0] < SAME_RATE * max(0.0, 1 - doubt(device)) * rates[1]  # in doubt the one that is simpler to train
     ):
-        return candidates
+        return space
     return _leave_out(
-        candidates,
-        candidates.has("precision", "fp16"),
+        space,
+        space.candidates.has("precision", "fp16"),
         family="precision=fp16",
         limit="bf16 is no slower here and needs no loss scaling, which costs time and skips steps",
         by=_rates_text(rates, "bf16", "fp16"),
-        found=found,
     )
 
 
-def _without_compiled_fp32(candidates: ConfigTable, device: Device, found: list[LeftOutFamily]) -> ConfigTable:
-    rates = paired_rates(device, "bfloat16", "float32")
+def _without_compiled_fp32(space: Space, device: Device) -> Space:
+    rates, candidates = paired_rates(device, "bfloat16", "float32"), space.candidates
     compiled = candidates.off_plain("compile")
     has_bf16 = bool(np.any(compiled & candidates.has("precision", "bf16")))
     if rates is None or not has_bf16 or rates[0] < FASTER * (1 + doubt(device)) * rates[1]:
-        return candidates
+        return space
     return _leave_out(
-        candidates,
+        space,
         compiled & candidates.has("precision", "fp32"),
         family="precision=fp32 compile=block or model",
         limit="compiled in bf16 the same runs faster; in fp32 a compilation would be spent on what cannot win",
         by=_rates_text(rates, "bf16", "fp32"),
-        found=found,
     )
 
 
-def _without_eager_attention(
-    candidates: ConfigTable, device: Device, sequence_length: int | None, found: list[LeftOutFamily]
-) -> ConfigTable:
+def _without_eager_attention(space: Space, device: Device, sequence_length: int | None) -> Space:
     """Drops attention in torch's single operations where the fused kernels were measured to be far faster.
 
     It moves a matrix of length x length per head several times, and no compilation saves that. Sequences that are
@@ -231,28 +223,26 @@ def _without_eager_attention(
         )
         shares += [single[shape] / fused[shape] for shape in fused.keys() & single.keys()]
         shortest = min([shortest, *(shape[2] for shape in fused.keys() & single.keys())])
-    fusing = candidates.used("attention") - {"own", "eager"}
+    fusing = space.candidates.used("attention") - {"own", "eager"}
     worst = max(shares, default=1.0)
     if not fusing or (sequence_length or 0) < shortest or worst > EAGER_SHARE * max(0.0, 1 - doubt(device)):
-        return candidates
+        return space
     return _leave_out(
-        candidates,
-        candidates.has("attention", "eager"),
+        space,
+        space.candidates.has("attention", "eager"),
         family="attention=eager",
         limit="measured: training through attention in single operations is slower than through one fused kernel",
         by=f"{worst:.0%} of the rate of sdpa at the most, over {len(shares)} measurement(s)",
-        found=found,
     )
 
 
-def _without_needless_graphs(
-    candidates: ConfigTable, launch_over_work: Callable[[ConfigTable], Floats], found: list[LeftOutFamily]
-) -> ConfigTable:
+def _without_needless_graphs(space: Space, launch_over_work: Callable[[ConfigTable], Floats]) -> Space:
     """Drops CUDA graphs where the launches of the same configuration without them hide behind the work."""
     plain_mode = dict(zip(CUDAGRAPH_MODES, ("default", "max-autotune-no-cudagraphs"), strict=True))
+    candidates = space.candidates
     graphs = candidates.has("compile_mode", *CUDAGRAPH_MODES)
     if not graphs.any():
-        return candidates
+        return space
     keys = candidates.alike(
         KNOBS, lambda knob, value: plain_mode.get(value, value) if knob == "compile_mode" else value
     )
@@ -260,16 +250,15 @@ def _without_needless_graphs(
     ratios = launch_over_work(candidates.take(siblings))
     hidden = ratios * LAUNCH_FACTOR < 1
     if not hidden.any():
-        return candidates
+        return space
     needless = np.zeros(len(candidates), dtype=np.bool_)
     needless[of[hidden]] = True
     return _leave_out(
-        candidates,
+        space,
         needless,
         family="compile_mode=" + " or ".join(CUDAGRAPH_MODES),
         limit="CUDA graphs save launches, and the GPU works longer than the host launches anyway",
         by=f"launching is predicted to take {ratios[hidden].min():.0%} to {ratios[hidden].max():.0%} of the work",
-        found=found,
     )
 
 
@@ -284,14 +273,12 @@ def _partners(keys: Ints, of: Bools, among: Bools) -> tuple[Ints, Ints]:
     return here[found], others[place[found]]
 
 
-def _leave_out(
-    candidates: ConfigTable, leaves: Bools, *, family: str, limit: str, by: str, found: list[LeftOutFamily]
-) -> ConfigTable:
+def _leave_out(space: Space, leaves: Bools, *, family: str, limit: str, by: str) -> Space:
     count = int(leaves.sum())
     if not count:
-        return candidates
-    found.append(LeftOutFamily(family=family, limit=limit, by=by, configurations=count))
-    return candidates.take(~leaves)
+        return space
+    left_out = LeftOutFamily(family=family, limit=limit, by=by, configurations=count)
+    return space.narrowed(space.candidates.take(~leaves), [left_out])
 
 
 def _rates_text(rates: tuple[float, float], first: str, second: str) -> str:
