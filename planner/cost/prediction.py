@@ -32,19 +32,11 @@ RESERVE = 0.04
 
 Verdict = Literal["fits", "too_close", "does_not_fit"]
 _KINDS = {
-    "matmul": "compute",
-    "matmul/full": "compute",
-    "matmul/half": "compute",
-    "matmul/fp8": "compute",
-    "attention": "compute",
-    "memory": "memory_bandwidth",
-    "fused_memory": "memory_bandwidth",
-    "first_touch": "memory_bandwidth",
-    "optimizer": "memory_bandwidth",
-    "dispatch": "launch",
-    "launch": "launch",
-    "communication": "communication",
-    "bubble": "bubble",
+    "compute": ("matmul", "matmul/full", "matmul/half", "matmul/fp8", "attention"),
+    "memory_bandwidth": ("memory", "fused_memory", "first_touch", "optimizer"),
+    "launch": ("dispatch", "launch"),
+    "communication": ("communication",),
+    "bubble": ("bubble",),
 }
 
 
@@ -80,8 +72,4 @@ def bound_of(parts_s: Mapping[str, float], *, waits_for_input: bool) -> str:
     """
     if waits_for_input:
         return "input"
-    sums = dict.fromkeys(("compute", "memory_bandwidth", "launch", "communication", "bubble"), 0.0)
-    for name, seconds in parts_s.items():
-        if name in _KINDS:
-            sums[_KINDS[name]] += seconds
-    return max(sums, key=lambda kind: sums[kind])
+    return max(_KINDS, key=lambda kind: sum(parts_s.get(name, 0.0) for name in _KINDS[kind]))

@@ -334,18 +334,16 @@ class EstimatedRows:
 
 def estimate_rows(rows: Sequence[Mapping[str, Any]], correction: Correction | None = None) -> EstimatedRows:
     """Estimates the rows that can be estimated; the others get a reason."""
-    parsed: list[ParsedRow] = []
-    place: dict[int, int] = {}
+    found: dict[int, ParsedRow] = {}
     reasons: dict[int, str] = {}
     for i, row in enumerate(rows):
         try:
-            parsed.append(parse_row(row))
+            found[i] = parse_row(row)
         except AutoplanError as error:
             reasons[i] = f"{error.message}. {error.hint}" if error.hint else error.message
-            continue
-        place[i] = len(parsed) - 1
-    if not parsed:
+    if not found:
         return EstimatedRows(reasons=reasons)
+    parsed = list(found.values())
     layouts = make_layouts([p.layout for p in parsed], [p.columns for p in parsed])
     sync, flat = (np.array([name not in p.inputs.values for p in parsed]) for name in UNSAID)
     each = layouts.scatters_each | (sync & layouts.shards_gradients & (layouts.pp == 1))
@@ -355,9 +353,9 @@ def estimate_rows(rows: Sequence[Mapping[str, Any]], correction: Correction | No
         layouts=layouts,
         lowest_bytes=peak_bytes(replace(layouts, scatters_each=each)),
         highest_bytes=peak_bytes(replace(layouts, flat_parameters=frozen)),
-        place=place,
+        place={i: j for j, i in enumerate(found)},
         reasons=reasons,
-        notes={i: parsed[j].inputs.notes for i, j in place.items() if parsed[j].inputs.notes},
+        notes={i: p.inputs.notes for i, p in found.items()},
     )
 
 
