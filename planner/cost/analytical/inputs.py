@@ -58,54 +58,46 @@ IGNORED_KNOBS = {
 }
 """Knobs that are accepted and change nothing in an estimate, each with the reason."""
 
-ALIASES = {
-    "zero_stage": "sharding",
-    "sharding_strategy": "sharding",
-    "activation_checkpointing": "checkpointing",
-    "gradient_checkpointing": "checkpointing",
-    "recompute": "checkpointing",
-    "recompute_granularity": "checkpointing",
-    "flash": "attention",
-    "flash_attention": "attention",
-    "use_flash_attn": "attention",
-    "attn_implementation": "attention",
-    "dtype": "precision",
-    "mixed_precision": "precision",
-    "torch_compile": "compile",
-    "schedule": "pp_schedule",
-    "pipeline_schedule": "pp_schedule",
-    "tensor_parallel_size": "tp",
-    "tensor_model_parallel_size": "tp",
-    "pipeline_parallel_size": "pp",
-    "pipeline_model_parallel_size": "pp",
-    "virtual_pipeline_model_parallel_size": "virtual_stages",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_parallel_size": "ep",
-    "moe_expert_capacity_factor": "expert_capacity",
-    "data_parallel_size": "dp",
-    "micro_batch_size": "micro_batch",
-    "train_micro_batch_size_per_gpu": "micro_batch",
-    "per_device_train_batch_size": "micro_batch",
-    "gradient_accumulation_steps": "accumulation",
-}
+
+def _by_other_name(names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    return {other: name for name, others in names.items() for other in others}
+
+
+ALIASES = _by_other_name(
+    {
+        "sharding": ("zero_stage", "sharding_strategy"),
+        "checkpointing": ("activation_checkpointing", "gradient_checkpointing", "recompute", "recompute_granularity"),
+        "attention": ("flash", "flash_attention", "use_flash_attn", "attn_implementation"),
+        "precision": ("dtype", "mixed_precision"),
+        "compile": ("torch_compile",),
+        "pp_schedule": ("schedule", "pipeline_schedule"),
+        "tp": ("tensor_parallel_size", "tensor_model_parallel_size"),
+        "pp": ("pipeline_parallel_size", "pipeline_model_parallel_size"),
+        "virtual_stages": ("virtual_pipeline_model_parallel_size",),
+        "cp": ("context_parallel_size",),
+        "ep": ("expert_model_parallel_size", "expert_parallel_size"),
+        "expert_capacity": ("moe_expert_capacity_factor",),
+        "dp": ("data_parallel_size",),
+        "micro_batch": ("micro_batch_size", "train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
+        "accumulation": ("gradient_accumulation_steps",),
+    }
+)
 """Other trainers' names of what is fixed (DeepSpeed, Megatron-LM, FSDP1, transformers), and the names here."""
 
-ROW_ALIASES = {
-    "global_batch_size": "global_batch",
-    "train_batch_size": "global_batch",
-    "world_size": "num_gpus",
-    "n_gpus": "num_gpus",
-    "gpu": "chip",
-    "seq_length": "seq_len",
-    "sequence_length": "seq_len",
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "heads",
-    "num_query_groups": "kv_heads",
-    "ffn_hidden_size": "ffn",
-    "vocab_size": "vocab",
-}
+ROW_ALIASES = _by_other_name(
+    {
+        "global_batch": ("global_batch_size", "train_batch_size"),
+        "num_gpus": ("world_size", "n_gpus"),
+        "chip": ("gpu",),
+        "seq_len": ("seq_length", "sequence_length"),
+        "layers": ("num_layers",),
+        "hidden": ("hidden_size",),
+        "heads": ("num_attention_heads",),
+        "kv_heads": ("num_query_groups",),
+        "ffn": ("ffn_hidden_size",),
+        "vocab": ("vocab_size",),
+    }
+)
 """The same of what a row of a table has besides."""
 
 FROZEN_BYTES = {"16bit": 0.0, "nf4": 0.516, "int8": 1.002}
