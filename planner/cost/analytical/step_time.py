@@ -286,7 +286,6 @@ def _machine(rows: Layouts) -> Machine:
         profile=profile,
         rates=rates,
         links=datasheet_links(rows.intra_bytes_per_s, rows.inter_bytes_per_s, rows.gpus_per_node),
-        device="cuda",
         size=rows.size,
         widths=rows.widths,
     )

@@ -134,7 +134,6 @@ class Estimator:
             profile=self.profile,
             rates=self.rates,
             links=links_of(hardware, device),
-            device=device,
             host=host_link(hardware, device),
         )
         doubts = np.square([self.rates.doubts.get(name, 0.0) for name in FACTORS])

@@ -461,13 +461,12 @@ def cast_seconds(group: OperationGroup, rates: Rates, c: Candidates) -> Floats:
 class Machine:
     """A traced model on a machine: what it does, how fast the device does it, its links to other ranks and the host.
 
-    `device` is cpu or cuda. `size`, `widths`: None: as the profile and the workload's optimizer have them.
+    `size`, `widths`: None: as the profile and the workload's optimizer have them.
     """
 
     profile: ModelProfile
     rates: Rates
     links: Links
-    device: str
     host: HostLink = HostLink()
     size: ModelSize | None = None
     widths: StateWidths | None = None
@@ -496,10 +495,11 @@ def parts_of_step(
     moved = exchange(c, machine.links, size, widths, boundary, machine.block_exchange)
     stage, all_stages = _stage_seconds(machine, times, c, moved)
     stage_s = stage.sum(axis=0)
-    communication_s, bubble_s = step_seconds(c, moved, stage_s=stage_s, all_stages_s=all_stages, device=machine.device)
+    device = machine.rates.device
+    communication_s, bubble_s = step_seconds(c, moved, stage_s=stage_s, all_stages_s=all_stages, device=device)
     parts = _factor_rows(machine, stage * c.accumulation, c)
     if moved_out is not None and np.any(moved_out.offload):
-        parts[FACTORS.index("communication")] = transfer_s(moved_out, machine.host, c, stage_s, machine.device)
+        parts[FACTORS.index("communication")] = transfer_s(moved_out, machine.host, c, stage_s, device)
     parts[FACTORS.index("communication")] += communication_s
     return parts, bubble_s, flops * c.accumulation * c.dp * c.cp
 
@@ -552,7 +552,7 @@ def _stage_seconds(machine: Machine, times: Floats, c: Candidates, moved: Exchan
     num_blocks = np.asarray(machine.profile.num_blocks)
     stage = times[BLOCK] * np.ceil(num_blocks / c.pp) + times[REST]
     through = times[BLOCK] * num_blocks + times[REST]
-    if machine.device == "cpu":
+    if machine.rates.device == "cpu":
         return stage, through.sum(axis=0)
     turn = np.where(c.pp > 1, PIPELINE_TURN_S, 0.0)
     collectives = (c.tp > 1) * np.ceil(num_blocks / c.pp) * (4 + 2 * c.checkpointed)
@@ -576,7 +576,7 @@ def _factor_rows(machine: Machine, stage: Floats, c: Candidates) -> Floats:
     # FSDP's hooks on a CPU
     again = np.where(c.sharding == SHARDINGS.index("zero3"), 2.0, 1.0)
     hooks = FSDP_UNIT_S * (np.ceil(profile.num_blocks / c.pp) + 1) * c.accumulation * again
-    hooked = c.shards_parameters & (c.shards > 1) & (machine.device == "cpu")
+    hooked = c.shards_parameters & (c.shards > 1) & (rates.device == "cpu")
     rows = {
         "matmul/full": np.where(c.half, 0.0, part["matmul"]),
         "matmul/half": np.where(c.half, part["matmul"], 0.0),
