@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from autoplan.errors import WorkloadError
 from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, PRIOR_SD, MemoryFit, TimeFit
 from autoplan.planner.cost.columns import ConfigTable, Floats, Ints, first_of_each
 from autoplan.planner.cost.communication import links_of
@@ -343,10 +342,7 @@ class Estimator:
         known = (Outcome.OK, Outcome.PRUNED, Outcome.OUT_OF_MEMORY)
         if trial.outcome not in known and trial.at_least_s is None:
             return
-        try:
-            table = self.table([trial.config])
-        except WorkloadError:
-            return
+        table = self.table([trial.config])
         self._observe_time(trial, table)
         peak = trial.peak_memory_bytes
         if peak is None:
