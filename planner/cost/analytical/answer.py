@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from autoplan.errors import ConfigError, NoFeasiblePlanError
-from autoplan.planner.cost.analytical.layout_search import Answer, Asked, powers, without
+from autoplan.planner.cost.analytical.inputs import read_inputs
+from autoplan.planner.cost.analytical.layout_search import Answer, Asked, powers
 from autoplan.planner.cost.analytical.step_time import MEMORY_SD, TIME_PARTS, node_share
 from autoplan.planner.cost.columns import CHECKPOINTING, SHARDINGS
 from autoplan.planner.cost.prediction import RESERVE, spread
@@ -254,7 +255,8 @@ def best_on(question: Asked, num_gpus: int) -> Answer | None:
         return None
     fixed = question.fixed
     if num_gpus != question.cluster.num_gpus:  # degrees for all GPUs are none for more or fewer
-        fixed = without(fixed, "dp_shard", "dp_replicate", "dp", "accumulation", "pp_microbatches")
+        degrees = ("dp_shard", "dp_replicate", "dp", "accumulation", "pp_microbatches")
+        fixed = {name: value for name, value in read_inputs(fixed).values.items() if name not in degrees}
     try:
         return replace(question, cluster=cluster, fixed=fixed).solve()
     except ConfigError:

@@ -146,11 +146,6 @@ def in_order(table: EstimateTable, verdicts: np.ndarray[Any, np.dtype[np.str_]])
     return fitting[np.lexsort((busy[fitting], table.step_time_s[fitting]))]
 
 
-def without(fixed: Mapping[str, str], *knobs: str) -> dict[str, str]:
-    """The fixed inputs without some knobs, whatever name the user gave these."""
-    return {name: value for name, value in read_inputs(fixed).values.items() if name not in knobs}
-
-
 def _nothing_legal(question: Question) -> ConfigError:
     text = " ".join(f"{k}={v}" for k, v in question.fixed.items()) or "no fixed knobs"
     gpus, model = question.cluster.num_gpus, question.model
