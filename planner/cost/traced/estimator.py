@@ -18,7 +18,6 @@ from autoplan.planner.cost.traced.candidates import MICRO_STEP_KNOBS, Candidates
 from autoplan.planner.cost.traced.memory import MemoryParts, traced_memory, traced_offload
 from autoplan.planner.cost.traced.rates import from_device
 from autoplan.planner.cost.traced.step_time import (
-    FAULTS_APART,
     GIVEN_BACK,
     Machine,
     blended_times,
@@ -305,7 +304,7 @@ class Estimator:
         kept = np.asarray(self.profile.num_blocks * block + rest)
         fresh = (fresh + GIVEN_BACK * kept) * c.accumulation / c.tp / c.pp
         slow = self.rates.thread_slowdown(c.threads, c.num_ranks)
-        return np.where(c.keeps_memory, 0.0, FAULTS_APART * fresh) * self.rates.first_touch_s_per_byte * slow
+        return np.where(c.keeps_memory, 0.0, fresh) * self.rates.first_touch_s_per_byte * slow
 
     def _prediction(self, table: CostTable, i: int) -> Prediction:
         scaled = table.parts_s[:, i] * np.exp(self.time_fit.theta)

@@ -80,9 +80,6 @@ SELECTIVE_DISPATCH_S = 3e-5
 # 0.6, and with full checkpointing 0.4 to 0.6 of what the blocks would have kept.
 LARGEST_KEPT_BYTES = 32 * 2**20
 GIVEN_BACK = 0.45
-# The pages of a step fault from several threads into memory that was given back in pieces; the probe's, from one
-# buffer, cost half as much (two models, measured)
-FAULTS_APART = 1.0
 # torch.utils.checkpoint per block and micro-step, twice through Python: hooks, the random state kept and set again
 # (assumed from 0.3 to 0.5 ms on small blocks)
 CHECKPOINT_DISPATCH_S = 3e-4
