@@ -14,7 +14,7 @@ import yaml
 from autoplan.planner.export.base import Export, Target, companion_name, same_or_error_each
 from autoplan.planner.export.companion import check_module, head, loop_not_carried, loop_settings, module_text
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan.key_tables import installed_version, key_table
+from autoplan.planner.plan.key_tables import installed_version, nest, pick_table, version_line, version_notes
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import refusal, refuse_fp16_on_cpu, refuse_model_parallelism
 from autoplan.strategies.config import LEFT_BY_TOOLS
@@ -37,17 +37,18 @@ class AccelerateTarget(Target):
     suffix = ".yaml"
 
     def render(self, plan: Plan, stem: str) -> Export:
-        table = key_table("accelerate", installed_version("accelerate"))
-        missing = not_carried(plan)
+        version = installed_version("accelerate")
+        line, missing = version_line("accelerate", version), not_carried(plan)
         module = companion_name(stem)
-        said = [table.line(), f"The other settings of the plan are in {module}.", *_type_lines(plan)]
-        document = yaml.safe_dump(table.nest(values(plan)), sort_keys=False)
+        said = [line, f"The other settings of the plan are in {module}.", *_type_lines(plan)]
+        keys = pick_table("accelerate", version)["keys"]
+        document = yaml.safe_dump(nest(keys, values(plan)), sort_keys=False)
         constants = settings(plan, f"{stem}.yaml")
         made = constants["MAKES_OPTIMIZERS"]
         text = module_text(
             constants,
             [*TAKES, *LOOP, *(["loop:make_optimizers"] if made else [])],
-            head=head(plan, [table.line(), *_loss_lines(plan)], missing),
+            head=head(plan, [line, *_loss_lines(plan)], missing),
             docstring=_docstring(made),
         )
         files = {f"{stem}.yaml": head(plan, said, missing) + "\n" + document, module: text}
@@ -56,10 +57,11 @@ class AccelerateTarget(Target):
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         text, module = export.files.values()
         check_module(module, settings(plan, next(iter(export.files))))
-        if installed_version("accelerate") is None:
+        version = installed_version("accelerate")
+        if version is None:
             return ("not read by accelerate's own launcher: install accelerate to have that checked",)
         same_or_error_each(expected(plan), read_back(text))
-        return key_table("accelerate", installed_version("accelerate")).notes()
+        return version_notes("accelerate", version)
 
 
 def settings(plan: Plan, config_file: str) -> dict[str, Any]:

@@ -21,18 +21,15 @@ from autoplan.planner.export.companion import (
     module_text,
 )
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan.key_tables import installed_version, key_table
+from autoplan.planner.plan.key_tables import installed_version, nest, pick_table, version_line, version_notes
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import refuse_model_parallelism
-from autoplan.strategies.config import LEFT_BY_TOOLS
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 """The precisions that use autocast, and DeepSpeed's name of the dtype."""
-
-NOT_CARRIED = LEFT_BY_TOOLS
 
 BY_TENSOR = ("Adafactor", "Muon", "LBFGS")
 """Optimizers whose step looks at whole tensors; ZeRO gives them flat pieces."""
@@ -51,15 +48,15 @@ class DeepspeedTarget(Target):
     suffix = ".json"
 
     def render(self, plan: Plan, stem: str) -> Export:
-        table = key_table("deepspeed", installed_version("deepspeed"))
-        document = table.nest(values(plan))
+        version = installed_version("deepspeed")
+        document = nest(pick_table("deepspeed", version)["keys"], values(plan))
         missing = not_carried(plan)
         constants = settings(plan, f"{stem}.json")
         made = constants["MAKES_OPTIMIZERS"]
         text = module_text(
             constants,
             [*TAKES, *(["loop:make_optimizers"] if made else [])],
-            head=head(plan, [table.line(), _LOSS], missing),
+            head=head(plan, [version_line("deepspeed", version), _LOSS], missing),
             docstring=_docstring(made),
         )
         files = {f"{stem}.json": json.dumps(document, indent=2) + "\n", companion_name(stem): text}
@@ -68,10 +65,14 @@ class DeepspeedTarget(Target):
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         text, module = export.files.values()
         check_module(module, settings(plan, next(iter(export.files))))
-        if installed_version("deepspeed") is None:
+        version = installed_version("deepspeed")
+        if version is None:
             return ("not read by the real DeepSpeedConfig: install deepspeed to have that checked",)
-        same_or_error_each(expected(plan), read_back(text, plan.config.world_size))
-        return key_table("deepspeed", installed_version("deepspeed")).notes()
+        env = {"DS_ACCELERATOR": "cpu"}
+        parts = (text, plan.config.world_size)
+        place, tool = f"{__name__}:read_back_in_rank", f"deepspeed {version}"
+        same_or_error_each(expected(plan), read_by_tool(place, parts, tool=tool, what="the file", env=env))
+        return version_notes("deepspeed", version)
 
 
 def settings(plan: Plan, config_file: str) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def values(plan: Plan) -> dict[str, Any]:
 def not_carried(plan: Plan) -> list[str]:
     """Sentences on what neither file says."""
     config = plan.config
-    found = loop_not_carried(plan, "DeepSpeed", NOT_CARRIED)
+    found = loop_not_carried(plan, "DeepSpeed")
     if stage(plan) and config.gradient_sync == "last" and plan.accumulation > 1:
         found.append(
             "gradient_sync=last: ZeRO scatters gradients at every micro-step, which sends more and keeps less memory"
@@ -179,21 +180,11 @@ def expected(plan: Plan) -> dict[str, Any]:
     }
 
 
-def read_back(text: str, ranks: int) -> dict[str, Any]:
-    """The values of DeepSpeedConfig after it read a file for this number of ranks, in a process of its own.
-
-    Raises:
-        ExportError: DeepSpeedConfig refuses the file.
-    """
-    tool = f"deepspeed {installed_version('deepspeed')}"
-    env = {"DS_ACCELERATOR": "cpu"}
-    return read_by_tool(f"{__name__}:read_back_in_rank", (text, ranks), tool=tool, what="the file", env=env)
-
-
 def read_back_in_rank(context: RankContext, text: str, ranks: int) -> dict[str, Any]:
-    """The values of DeepSpeedConfig, in this process. The other ranks are a fake process group: nothing is sent.
+    """The values of DeepSpeedConfig after it read a file for this number of ranks, in this process.
 
-    A key at the top level that DeepSpeed never looks up is unknown; so is one in a section of plain dictionaries.
+    The other ranks are a fake process group: nothing is sent. A key at the top level that DeepSpeed never looks up is
+    unknown; so is one in a section of plain dictionaries.
     """
     import torch.distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -22,7 +22,7 @@ from autoplan.planner.export.companion import (
     training_not_carried,
 )
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan.key_tables import installed_version, pick_table
+from autoplan.planner.plan.key_tables import installed_version, version_line
 from autoplan.planner.plan.lightning_arguments import Kind, LightningArguments, drops_fused_step, lightning_arguments
 from autoplan.planner.plan.plan import Plan
 
@@ -115,9 +115,7 @@ def arguments_of(plan: Plan, kind: Kind, version: str | None) -> LightningArgume
 
 def _said(plan: Plan, kind: Kind, version: str | None) -> list[str]:
     """Lines about Lightning, for the head of a file."""
-    config, table = plan.config, pick_table("lightning", version)
-    known = f", read back by {table['verified']}" if table["verified"] else ""
-    here = f"; {version} is installed here" if version not in (None, table["verified"]) else ""
+    config = plan.config
     loss = (
         "training_step returns global_mean(self, total, count), of its micro-batch's summed loss and count; the "
         "Trainer's own way, a mean of the micro-batches' means, is another loss where their counts differ. At the end "
@@ -126,7 +124,7 @@ def _said(plan: Plan, kind: Kind, version: str | None) -> list[str]:
         else "train_step divides the summed loss of all micro-batches and ranks by the count of all of them"
     )
     lines = [
-        f"Written for lightning {table['written_for']}{known}{here}.",
+        version_line("lightning", version),
         *([f"Lightning starts the {config.world_size} processes itself."] if config.world_size > 1 else []),
         f"Loss: {loss}.",
     ]

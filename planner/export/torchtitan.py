@@ -32,7 +32,7 @@ from autoplan.planner.export.pretraining import (
     is_tied,
 )
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan.key_tables import installed_version, pick_table
+from autoplan.planner.plan.key_tables import installed_version, pick_table, version_line
 from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.config import CUDAGRAPH_MODES, LEFT_BY_TOOLS, not_carried
 
@@ -81,7 +81,7 @@ class TorchtitanTarget(Target):
         fields = causal_fields(plan, "torchtitan")
         _refuse_model(fields, table)
         not_carried = _not_carried(plan)
-        text = _text(plan, stem, table, version, not_carried)
+        text = _text(plan, stem, version, not_carried)
         files = {f"{stem}.py": text, f"{stem}_model.json": json.dumps(fields, indent=2) + "\n"}
         return Export(files=files, not_carried=tuple(not_carried))
 
@@ -204,18 +204,17 @@ def _not_carried(plan: Plan) -> list[str]:
     return found
 
 
-def _text(plan: Plan, stem: str, table: dict[str, Any], version: str | None, not_carried: list[str]) -> str:
+def _text(plan: Plan, stem: str, version: str | None, not_carried: list[str]) -> str:
     config = plan.config
     sections: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in settings(plan).items():
         section, _, field = key.rpartition(".")
         sections[section][field] = value
     checkpointing = CHECKPOINTING.get(config.checkpointing, "FullAC")
-    here = f"; {version} is installed here" if version not in (None, table["verified"]) else ""
     head = [
         *provenance_lines(plan),
-        f"Written for torchtitan {table['written_for']}, read back by {table['verified']}{here}. torchtitan 0.2 reads "
-        "TOML, and versions after 0.3 count tokens in place of samples: neither reads this file.",
+        f"{version_line('torchtitan', version)} torchtitan 0.2 reads TOML, and versions after 0.3 count tokens in "
+        "place of samples: neither reads this file.",
         f"Start: torchrun --nproc-per-node {config.world_size} -m torchtitan.train --module {stem} "
         "--config plan_recipe",
         f"Global batch: {plan.workload.global_batch} = {config.micro_batch} x {plan.accumulation} accumulation x "

@@ -27,7 +27,7 @@ from autoplan.planner.export.companion import (
     why_not_made,
 )
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan.key_tables import KeyTable, installed_version, key_table
+from autoplan.planner.plan.key_tables import installed_version, nest, pick_table, version_line, version_notes
 from autoplan.planner.plan.loader import setting_of
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import (
@@ -48,103 +48,87 @@ class TransformersTarget(Target):
 
     name = "transformers"
     suffix = ".json"
+    trainer = "Trainer"
+    not_read = "the real TrainingArguments, which needs accelerate: install 'autoplan[transformers]'"
 
     def render(self, plan: Plan, stem: str) -> Export:
-        table, trained = _table(plan), trained_parts(plan)
-        arguments, not_carried = training_arguments(plan, table.keys, trained)
-        verified = f", verified on {table.verified}." if table.verified else ", not verified."
-        said = [f"Written for transformers {table.written_for}{verified}", _LOSS]
-        return self._files(plan, stem, arguments, not_carried, said, trained)
-
-    def _files(
-        self,
-        plan: Plan,
-        stem: str,
-        arguments: dict[str, Any],
-        not_carried: list[str],
-        said: list[str],
-        trained: TrainedParts,
-    ) -> Export:
+        trained = trained_parts(plan)
+        arguments, not_carried = self.arguments(plan, trained)
         values = settings(plan, self.name, f"{stem}.json", trained.optimizers)
         made = values["MAKES_OPTIMIZERS"]
         use = ", optimizers=make_optimizers(model)" if made else ""
-        trainer = "SFTTrainer" if self.name == "trl" else "Trainer"
         text = module_text(
             values,
             ["transformers:load_arguments", "transformers:prepare_model", *(["loop:make_optimizers"] if made else [])],
-            head=head(plan, said, not_carried),
+            head=head(plan, self.said(), not_carried),
             docstring=[
                 "The settings of the plan that are no training arguments. Use:",
                 "",
-                f"{trainer}(model=prepare_model(model), args=load_arguments(){use}, ...)",
+                f"{self.trainer}(model=prepare_model(model), args=load_arguments(){use}, ...)",
             ],
             shown=(),
         )
         files = {f"{stem}.json": json.dumps(arguments, indent=2) + "\n", companion_name(stem): text}
         return Export(files=files, not_carried=tuple(not_carried))
 
-    def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
-        text = self._check_companion(plan, export)
-        if None in (installed_version("transformers"), installed_version("accelerate")):
-            return ("not read by the real TrainingArguments, which needs accelerate: install 'autoplan[transformers]'",)
-        compare_with_plan(plan, text, read_back_arguments(text))
-        return key_table("transformers", installed_version("transformers")).notes()
+    def arguments(self, plan: Plan, trained: TrainedParts) -> tuple[dict[str, Any], list[str]]:
+        """The keyword arguments, and sentences on what they cannot express; see `training_arguments`."""
+        return training_arguments(plan, trained)
 
-    def _check_companion(self, plan: Plan, export: Export) -> str:
-        """Checks the companion; returns the text of the arguments."""
-        arguments_text, module = export.files.values()
+    def said(self) -> list[str]:
+        """Sentences for the head of the companion."""
+        return [version_line("transformers", installed_version("transformers")), _LOSS]
+
+    def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
+        text, module = export.files.values()
         check_module(module, settings(plan, self.name, next(iter(export.files)), trained_parts(plan).optimizers))
-        return arguments_text
+        version = installed_version(self.name)
+        if None in (version, installed_version("accelerate")):
+            return (f"not read by {self.not_read}",)
+        compare_with_plan(plan, text, read_back_arguments(text, self.name))
+        return version_notes(self.name, version)
 
 
 class TrlTarget(TransformersTarget):
     """SFTConfig as JSON for HfArgumentParser.parse_json_file, and a companion module."""
 
     name = "trl"
+    trainer = "SFTTrainer"
+    not_read = "the real SFTConfig: install trl to have that checked"
 
-    def render(self, plan: Plan, stem: str) -> Export:
+    def arguments(self, plan: Plan, trained: TrainedParts) -> tuple[dict[str, Any], list[str]]:
         if plan.workload.sequence_length is None:
             raise ExportError(
                 f"SFTTrainer trains causal language models on sequences, and {plan.workload.name} has samples",
                 hint="Use the target transformers, or plan.prepare() in your own loop.",
             )
-        table, keys = key_table("trl", installed_version("trl")), _table(plan).keys
-        trained = trained_parts(plan)
-        arguments, not_carried = training_arguments(plan, keys, trained)
+        table = pick_table("trl", installed_version("trl"))
+        arguments, not_carried = training_arguments(plan, trained)
         if plan.config.checkpointing == "selective":
-            options = keys["checkpointing_options"]
-            arguments[options] = arguments[options] | {"selective": True}
+            arguments[_keys()["checkpointing_options"]] |= {"selective": True}
             not_carried = [text for text in not_carried if not text.startswith("checkpointing=selective")]
             not_carried.append("checkpointing=selective as measured: TRL's own policy says which results are kept")
         if plan.config.loss == "fused":
             not_carried = [text for text in not_carried if not text.startswith("loss=fused")]
             not_carried.append("loss=fused as measured: SFTTrainer's own loss in chunks takes its place (TRL 1.16)")
-        arguments |= table.nest(
-            {
-                "length": plan.workload.sequence_length,
-                "packing": False,
-                "padding_free": False,
-                "loss_type": "nll",
-                "offload_activations": False,
-                "count_all_ranks": True,
-            }
-        )
-        said = [f"{table.line()} The other keys are those of transformers.", *_TRL]
-        return self._files(plan, stem, arguments, not_carried, said, trained)
+        of_trl: dict[str, object] = {
+            "length": plan.workload.sequence_length,
+            "packing": False,
+            "padding_free": False,
+            "loss_type": "nll",
+            "offload_activations": False,
+            "count_all_ranks": True,
+        }
+        return arguments | nest(table["keys"], of_trl), not_carried
 
-    def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
-        text = self._check_companion(plan, export)
-        if installed_version("trl") is None:
-            return ("not read by the real SFTConfig: install trl to have that checked",)
-        found = read_back_arguments(text, "trl")
-        compare_with_plan(plan, text, found)
-        same_or_error("max_length", found["max_length"], plan.workload.sequence_length)
-        return key_table("trl", installed_version("trl")).notes()
+    def said(self) -> list[str]:
+        return [f"{version_line('trl', installed_version('trl'))} The other keys are those of transformers.", *_TRL]
 
 
-def _table(plan: Plan) -> KeyTable:
-    """The key table of the transformers that is installed, else of the one that the plan was found with."""
-    return key_table("transformers", installed_version("transformers") or plan.environment.transformers or "5.23")
+def _keys() -> dict[str, Any]:
+    """The names of the arguments, by the plan's terms, in the transformers that is installed."""
+    keys: dict[str, Any] = pick_table("transformers", installed_version("transformers"))["keys"]
+    return keys
 
 
 _LOSS = (
@@ -163,15 +147,8 @@ _TRL = [
 # The arguments.
 
 
-def training_arguments(
-    plan: Plan, keys: dict[str, str | None], trained: TrainedParts
-) -> tuple[dict[str, Any], list[str]]:
+def training_arguments(plan: Plan, trained: TrainedParts) -> tuple[dict[str, Any], list[str]]:
     """The keyword arguments, and sentences on what they cannot express.
-
-    Args:
-        plan: The plan.
-        keys: The names of the arguments, by the plan's terms.
-        trained: What the workload trains with.
 
     Raises:
         ExportError: the plan uses tensor or pipeline parallelism, replicas of shards, fp16 on a CPU, or shards on a
@@ -179,6 +156,7 @@ def training_arguments(
     """
     if plan.config.dp_shard > 1 and plan.device == "cpu":
         raise refusal("The Trainer", "shards on a CPU", f"dp_shard={plan.config.dp_shard} for a CPU")
+    keys = _keys()
     values, not_carried = plan_values(plan.config, accumulation=plan.accumulation, device=plan.device, keys=keys)
     values |= {"drop_last": True} | loader_values(setting_of(plan)) | trained.values
     not_carried += trained.not_carried
@@ -212,13 +190,14 @@ def expected(plan: Plan) -> dict[str, Any]:
         "torch_compile": config.compile == "model" and not compiles_in_place(plan.config, plan.device),
         "gradient_checkpointing": config.checkpointing != "none",
         "dataloader_drop_last": True,
+        "max_length": plan.workload.sequence_length,  # of TRL alone
     }
     if training is not None:
         values |= {"max_grad_norm": training.max_grad_norm or 0.0, "seed": training.seed}
     return values
 
 
-def read_back_arguments(text: str, tool: str = "transformers") -> dict[str, Any]:
+def read_back_arguments(text: str, tool: str) -> dict[str, Any]:
     """The values that the real class of a tool reads, in its own process.
 
     Raises:
@@ -264,7 +243,7 @@ def read_back_in_rank(context: RankContext, text: str, tool: str) -> dict[str, A
     def plain(value: Any) -> Any:
         return value.to_dict() if hasattr(value, "to_dict") else str(value)
 
-    found = {key: getattr(arguments, key) for key in (*given, *ALWAYS_READ)}
+    found = {key: getattr(arguments, key) for key in (*given, *ALWAYS_READ, *(["max_length"] if tool == "trl" else []))}
     values: dict[str, Any] = json.loads(json.dumps(found, default=plain))
     return values
 
@@ -396,7 +375,7 @@ def _trainer_makes_it(plan: Plan, training: TrainingFacts) -> bool:
         and not group.options.get("weight_decay")
         and all(group.options.get(key, value) == value for key, value in needed.items())
         and (training.optimizer == ADAMW or plan.config.optimizer_step == "own")
-        and (training.optimizer == ADAMW or _table(plan).keys["optimizer_options"] is not None)
+        and (training.optimizer == ADAMW or _keys()["optimizer_options"] is not None)
     )
 
 

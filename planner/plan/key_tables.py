@@ -1,7 +1,8 @@
 """The names of a tool's settings, as data: which key says what, per version of the tool.
 
 In: a tool's name, and its version. Out: the table that fits, from `keys/<tool>.json`. A table is for the versions from
-its `since` on (and before its `before`); `verified` is the version whose own reader read every key of it back.
+its `since` on (and before its `before`); `verified` is the version whose own reader read every key of it back. Its
+`keys` have, by the plan's term, the key; a dot leads into a section.
 """
 
 from __future__ import annotations
@@ -9,77 +10,18 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from autoplan.errors import ExportError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeyTable:
-    """One table.
-
-    Attributes:
-        tool: The package.
-        since: The first version that it is for.
-        written_for: The version whose sources it was written from.
-        verified: The version whose reader read every key back; None: none did.
-        keys: By the plan's term, the key; a dot leads into a section.
-    """
-
-    tool: str
-    since: str
-    written_for: str
-    verified: str | None
-    keys: dict[str, Any]
-
-    def nest(self, values: dict[str, object]) -> dict[str, object]:
-        """Values by the plan's term as the tool's document; what is None is left out."""
-        document: dict[str, object] = {}
-        for term, value in values.items():
-            if value is None:
-                continue
-            section = document
-            *parents, key = self.keys[term].split(".")
-            for parent in parents:
-                section = section.setdefault(parent, {})  # type: ignore[assignment]
-            section[key] = value
-        return document
-
-    def line(self) -> str:
-        """The line on versions in the head of a file."""
-        installed = installed_version(self.tool)
-        verified = f", verified on {self.verified}" if self.verified else ", not verified"
-        here = f"; {installed} is installed where it was written" if installed not in (None, self.verified) else ""
-        return f"Written for {self.tool} {self.written_for}{verified}{here}."
-
-    def notes(self) -> tuple[str, ...]:
-        """Sentences to say if the installed version is not the one that the table was verified on."""
-        installed = installed_version(self.tool)
-        if installed is None or installed == self.verified:
-            return ()
-        return (
-            f"the keys for {self.tool} were verified on {self.verified or 'no version'}; {installed} is installed here "
-            "and read every value back as the plan has it",
-        )
-
-
-def key_table(tool: str, version: str | None) -> KeyTable:
-    """The newest table for a version of a tool, whose keys are all there is in it.
+def pick_table(tool: str, version: str | None) -> dict[str, Any]:
+    """The newest table for a version of a tool, as it stands in the file.
 
     Args:
         tool: The package.
         version: Its version; None: the newest table.
-
-    Raises:
-        ExportError: no table is for that version.
-    """
-    return KeyTable(tool=tool, **pick_table(tool, version))
-
-
-def pick_table(tool: str, version: str | None) -> dict[str, Any]:
-    """The newest table for a version of a tool, as it stands in the file.
 
     Raises:
         ExportError: no table is for that version.
@@ -109,6 +51,39 @@ def _tables(tool: str) -> list[dict[str, Any]]:
 
 def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def nest(keys: dict[str, str], values: dict[str, object]) -> dict[str, object]:
+    """Values by the plan's term as the tool's document; what is None is left out."""
+    document: dict[str, object] = {}
+    for term, value in values.items():
+        if value is None:
+            continue
+        section = document
+        *parents, key = keys[term].split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})  # type: ignore[assignment]
+        section[key] = value
+    return document
+
+
+def version_line(tool: str, version: str | None) -> str:
+    """The line on versions in the head of a file, where this version of the tool is installed."""
+    table = pick_table(tool, version)
+    verified = f"verified on {table['verified']}" if table["verified"] else "not verified"
+    here = f"; {version} is installed here" if version not in (None, table["verified"]) else ""
+    return f"Written for {tool} {table['written_for']}, {verified}{here}."
+
+
+def version_notes(tool: str, version: str | None) -> tuple[str, ...]:
+    """Sentences to say if the installed version is not the one that the table was verified on."""
+    verified = pick_table(tool, version)["verified"]
+    if version == verified:
+        return ()
+    return (
+        f"the keys for {tool} were verified on {verified or 'no version'}; {version} is installed here and read every "
+        "value back as the plan has it",
+    )
 
 
 def installed_version(package: str) -> str | None:

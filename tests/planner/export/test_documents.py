@@ -91,8 +91,8 @@ def read_back(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """What the real class read in the check of an export: text to values. The class is loaded once per export."""
     found: dict[str, dict[str, Any]] = {}
 
-    def read_and_keep(text: str) -> dict[str, Any]:
-        found[text] = read_back_arguments(text)
+    def read_and_keep(text: str, tool: str) -> dict[str, Any]:
+        found[text] = read_back_arguments(text, tool)
         return found[text]
 
     monkeypatch.setattr(transformers, "read_back_arguments", read_and_keep)
@@ -167,7 +167,7 @@ def test_the_companion_prepares_a_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_planted_unknown_key_is_caught() -> None:
     with pytest.raises(ExportError, match="refuses"):
-        read_back_arguments(json.dumps({"output_dir": "x", "activation_chekpointing": True}))
+        read_back_arguments(json.dumps({"output_dir": "x", "activation_chekpointing": True}), "transformers")
 
 
 def test_older_versions_have_the_older_key() -> None:

@@ -174,7 +174,7 @@ def test_a_real_trainer_trains_as_a_plain_loop_does(number: int, trained: Path) 
 @pytest.mark.slow
 def test_the_real_class_reads_what_the_workload_has() -> None:
     arguments, _, not_carried = arguments_of(plan_of(make_workload("adamw", linear_warmup, 0.05)))
-    real = read_back_arguments(json.dumps(arguments))
+    real = read_back_arguments(json.dumps(arguments), "transformers")
     wanted = {
         "max_grad_norm": 0.05,
         "learning_rate": 0.01,

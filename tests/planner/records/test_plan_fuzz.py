@@ -340,5 +340,5 @@ def _keep_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(accelerate_config, "read_by_tool", read_here)
     monkeypatch.setattr(pytorch_script, "summarize_model", lambda spec: ModelSummary(has_blocks=True))
-    monkeypatch.setattr(transformers, "read_back_arguments", json.loads)
+    monkeypatch.setattr(transformers, "read_back_arguments", lambda text, tool: json.loads(text))
     monkeypatch.setattr(launch, "parse_torchrun", lambda words: launch.parse_in_rank(None, words))  # type: ignore[arg-type]
