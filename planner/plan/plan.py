@@ -6,6 +6,7 @@ trust.py.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 
 from autoplan.errors import PlanError
 from autoplan.files import replace_file
-from autoplan.planner.plan.loader import make_plan_loader
+from autoplan.planner.plan.loader import check_split, position_of, setting_of
 from autoplan.planner.plan.parts import AS_SEARCHED, Parts, refuse_unverified
 from autoplan.planner.plan.prepare import draws_kept, prepare_plan
 from autoplan.planner.records.plan import SCHEMA_VERSION, PlanRecord, broken_rules
@@ -31,6 +32,7 @@ from autoplan.planner.records.plan_file import (
     with_shown_texts,
 )
 from autoplan.processes.script import note_asked
+from autoplan.strategies.workloads.loading.settings import LoaderSetting
 
 if TYPE_CHECKING:
     import torch
@@ -236,8 +238,19 @@ class Plan(PlanRecord):
                 unverified.
             WorkloadError: it is no dataset, or has fewer samples than a step takes.
         """
-        plan = self.accepted(unverified_ok)
-        return make_plan_loader(plan, dataset, run=run, collate_fn=collate_fn, shuffle=shuffle, seed=seed, start=start)
+        from autoplan.strategies.workloads.loading.source import make_loader, source_of
+
+        refuse_unverified(self.accepted(unverified_ok))
+        source = source_of(dataset)
+        if collate_fn is not None:
+            source = dataclasses.replace(source, collate_fn=collate_fn)
+        if shuffle is not None:
+            source = dataclasses.replace(source, shuffled=shuffle, sampler=None)
+        rank, ranks = position_of(self, run)
+        check_split(source, rank, ranks)
+        setting = setting_of(self) or LoaderSetting(workers=0, pin_memory=self.device == "cuda")
+        batch_size = self.workload.global_batch // self.config.dp
+        return make_loader(source, setting, batch_size=batch_size, rank=rank, ranks=ranks, seed=seed, start=start)
 
     def apply_to(
         self,
