@@ -13,6 +13,7 @@ import ast
 import functools
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -273,33 +274,22 @@ class Bundle:
             return found
         return self._resolve(INSTEAD.get(found.module, found.module), found.name)
 
-    def imports(self, *more: str) -> list[str]:
-        """The import lines, with further ones, in three groups: Python's own, torch, other packages."""
-        plain = {
-            f"import {one.module}" + ("" if one.local == one.module.partition(".")[0] else f" as {one.local}")
-            for one in self._imports.values()
-            if not one.name
-        }
-        members: dict[str, list[str]] = {}
+    def imports(self) -> list[str]:
+        """The import lines, in two groups: Python's own, and other packages."""
+        lines: set[str] = set()
+        members: defaultdict[str, set[str]] = defaultdict(set)
         for one in self._imports.values():
             if one.name:
-                members.setdefault(one.module, []).append(
-                    one.name + ("" if one.local == one.name else f" as {one.local}")
-                )
+                members[one.module].add(one.name + ("" if one.local == one.name else f" as {one.local}"))
+            else:
+                renamed = one.local != one.module.partition(".")[0]
+                lines.add(f"import {one.module}" + (f" as {one.local}" if renamed else ""))
         if self._any:
-            members.setdefault("typing", []).append("Any")
-        lines = {
-            *plain,
-            *more,
-            *(f"from {module} import {', '.join(sorted(set(names)))}" for module, names in members.items()),
-        }
-
-        def group(line: str) -> int:
-            top = line.split()[1].partition(".")[0]
-            return 0 if top in sys.stdlib_module_names else 1
-
-        ordered = sorted(lines, key=lambda line: (group(line), line.startswith("from"), line))
-        groups = [[_wrapped(line) for line in ordered if group(line) == number] for number in (0, 1)]
+            members["typing"].add("Any")
+        lines |= {f"from {module} import {', '.join(sorted(names))}" for module, names in members.items()}
+        groups: tuple[list[str], list[str]] = ([], [])
+        for line in sorted(lines, key=lambda line: (line.startswith("from"), line)):
+            groups[line.split()[1].partition(".")[0] not in sys.stdlib_module_names].append(_wrapped(line))
         return ["\n".join(one) for one in groups if one]
 
     def source(self) -> str:

@@ -202,31 +202,21 @@ def check_script(plan: Plan, export: Export) -> tuple[ScriptValues, tuple[str, .
         ExportError: bash refuses the script, or a value is not the plan's.
     """
     (_, text), (plan_file, document) = export.files.items()
-    notes = check_syntax(text)
+    bash = shutil.which("bash")
+    notes: tuple[str, ...] = ()
+    if bash is None:
+        notes = ("not read by bash, which is not installed here",)
+    elif (done := subprocess.run([bash, "-n"], input=text, capture_output=True, text=True, timeout=60)).returncode:
+        raise ExportError(
+            f"bash refuses the script: {done.stderr.strip().splitlines()[-1] if done.stderr else done.returncode}",
+            hint="Nothing was written. Please report it.",
+        )
     values = read_script(text)
     same_or_error("the plan's file", Plan.model_validate_json(document).config, plan.config)
     wanted = {**rank_variables(plan), "AUTOPLAN_PLAN": "$PLAN"}
     same_or_error("the exported variables", values.exports, wanted)
     same_or_error("FILE", values.names.get("FILE"), plan_file)
     return values, notes
-
-
-def check_syntax(text: str) -> tuple[str, ...]:
-    """`bash -n`; a note where there is no bash.
-
-    Raises:
-        ExportError: bash refuses the script.
-    """
-    bash = shutil.which("bash")
-    if bash is None:
-        return ("not read by bash, which is not installed here",)
-    done = subprocess.run([bash, "-n"], input=text, capture_output=True, text=True, timeout=60)
-    if done.returncode != 0:
-        raise ExportError(
-            f"bash refuses the script: {done.stderr.strip().splitlines()[-1] if done.stderr else done.returncode}",
-            hint="Nothing was written. Please report it.",
-        )
-    return ()
 
 
 def parse_torchrun(words: list[str]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def summarize_model(spec: WorkloadSpec) -> ModelSummary:
 
 @functools.lru_cache(maxsize=16)
 def _summarize_model(spec: str, name: str) -> ModelSummary:
-    document: dict[str, Any] = run_user_code(
+    document = run_user_code(
         "autoplan.planner.export.model_summary:summarize_in_rank",
         (spec,),
         doing=f"building the model of {name} for the export",

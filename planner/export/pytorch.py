@@ -184,12 +184,11 @@ def _head(plan: Plan, stem: str) -> str:
 
 def model_fields(plan: Plan) -> dict[str, Any]:
     """The fields of the model's configuration, as transformers' config.json has them."""
-    from autoplan.strategies.workloads import registry
-    from autoplan.strategies.workloads.registry import read_config_file
+    from autoplan.strategies.workloads.registry import read_config, read_config_file
 
     spec = plan.workload
     if spec.kind == "model":
-        return registry.read_config(spec.reference)
+        return read_config(spec.reference)
     path = Path(spec.reference)
     return read_config_file(path / "config.json" if spec.kind == "folder" else path)
 

@@ -47,12 +47,10 @@ def make_limits(budget: str | float | None, memory_limit: str | int | None) -> E
         UsageError: not a duration, or not a size.
     """
     time_s = DEFAULT_TIME_S if budget is None else parse_duration_s(budget)
-    if memory_limit is None:
-        return ExportLimits(time_s=time_s)
-    size = parse_memory_bytes(memory_limit)
-    return ExportLimits(
-        time_s=time_s, memory_bytes=size if isinstance(size, int) else int(size * _host_bytes("memory_total_bytes"))
-    )
+    size = None if memory_limit is None else parse_memory_bytes(memory_limit)
+    if isinstance(size, float):
+        size = int(size * _host_bytes("memory_total_bytes"))
+    return ExportLimits(time_s=time_s, memory_bytes=size)
 
 
 def run_user_code(

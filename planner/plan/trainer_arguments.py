@@ -41,13 +41,17 @@ def plan_values(
     }
     if device == "cuda":
         values["tf32"] = config.precision == "tf32"
-    values |= _data_parallel(config, keys, not_carried)
+    if config.gradient_sync == "every":
+        values["gradient_sync"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if config.dp_shard > 1 and config.precision in ("bf16", "fp16"):
         not_carried.append(
             f"gradients that shards sum in fp32, as measured: the Trainer's FSDP sums them in {config.precision}"
         )
     values |= _checkpointing(config.checkpointing, keys, not_carried)
-    values |= _compilation(config, device, not_carried)
+    if config.compile == "block":
+        not_carried.append("compile=block is no training argument: the companion's prepare_model() compiles each block")
+    values["compile"] = config.compile == "model" and not compiles_in_place(config, device)
+    values["compile_mode"] = config.compile_mode if values["compile"] else None
     not_carried += left_out(config, "the Trainer", LEFT_BY_TOOLS)
     return values, not_carried
 
@@ -136,17 +140,6 @@ def named_arguments(config: TrainingConfig, values: dict[str, Any], keys: dict[s
     return named
 
 
-def _data_parallel(config: TrainingConfig, keys: dict[str, str | None], not_carried: list[str]) -> dict[str, Any]:
-    """The knobs of DDP and FSDP2 that are not at torch's default."""
-    values: dict[str, Any] = {}
-    if config.gradient_sync == "every":
-        values["gradient_sync"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    not_carried += [
-        f"{knob}={value} is no training argument here" for knob, value in values.items() if keys.get(knob) is None
-    ]
-    return values
-
-
 def _checkpointing(value: str, keys: dict[str, str | None], not_carried: list[str]) -> dict[str, Any]:
     if value == "none":
         return {"checkpointing": False}
@@ -162,11 +155,3 @@ def _checkpointing(value: str, keys: dict[str, str | None], not_carried: list[st
 def compiles_in_place(config: TrainingConfig, device: str) -> bool:
     """Whether the whole model is compiled by its own method: by the argument, accelerate switches TF32 on for fp32."""
     return config.compile == "model" and config.precision == "fp32" and device == "cuda"
-
-
-def _compilation(config: TrainingConfig, device: str, not_carried: list[str]) -> dict[str, Any]:
-    if config.compile == "block":
-        not_carried.append("compile=block is no training argument: the companion's prepare_model() compiles each block")
-    if config.compile != "model" or compiles_in_place(config, device):
-        return {"compile": False}
-    return {"compile": True, "compile_mode": config.compile_mode}
