@@ -164,12 +164,13 @@ def _own_calls(said: Call, named: Call | None, study: str) -> list[Call]:
     """The allowed calls: those in the user's own search of the plan's study, and last the one that the user named."""
     if named is not None and (named.options or named.arguments):
         return [named]
-    notes = _own_notes(study)
+    note = _own_note(study)
+    noted = [] if note is None else [Call.of(note)]
     if named is None:
-        return [Call.of(note) for note in notes if Call.of(note).file == said.file and not _changed_or_gone(note)]
+        return [] if note is None or noted[0].file != said.file or _changed_or_gone(note) else noted
     if not named.function:
-        return [Call.of(note) for note in notes]
-    return [*(call for call in map(Call.of, notes) if call.function == named.function), named]
+        return noted
+    return [*(call for call in noted if call.function == named.function), named]
 
 
 def _moved(spec: WorkloadSpec, model: str) -> WorkloadSpec:
@@ -269,7 +270,7 @@ def refuse_odd_file(spec: WorkloadSpec) -> None:
             f"the plan's workload is {spec.reference!r}, which is no {_FORMS[spec.kind]}",
             hint="The plan was edited: make it again with autoplan search.",
         )
-    file = _file_of(spec) if spec.kind == "function" else Path(spec.reference)
+    file = Path(Call.of(spec).file if is_call else spec.reference)
     try:
         if spec.kind == "folder" and stat.S_ISDIR(file.stat().st_mode):
             file = file / "config.json"
@@ -283,59 +284,37 @@ def refuse_odd_file(spec: WorkloadSpec) -> None:
         )
 
 
-def code_changes(spec: WorkloadSpec) -> tuple[str, ...]:
-    """The parts of the training code that are others here and now than when the plan was found."""
-    from autoplan.strategies.workloads.sources import changed_parts
+def _own_note(study: str) -> WorkloadSpec | None:
+    """The workload of a study's search, from this user's own record; None: it has none, or one without code.
 
-    return tuple(part for part in changed_parts(spec) if part in TRAINING_CODE)
+    A note that somebody else could have written is none.
+    """
+    from autoplan.strategies.workloads.spec import WorkloadSpec
 
-
-def _own_notes(study: str) -> list[WorkloadSpec]:
-    """The workload of a study's search, from this user's own record: a list of at most one, and none without code."""
     if not re.fullmatch("[0-9a-f]{16}", study):
-        return []  # not an identity: it would name a file elsewhere
-    known = _read_note(_note_of(study))
-    return [known] if known is not None and known.kind == "function" else []
+        return None  # not an identity: it would name a file elsewhere
+    path = _note_of(study)
+    try:
+        if not is_private_file(path) or path.stat().st_size > _MAX_NOTE_BYTES:
+            return None
+        known = WorkloadSpec.model_validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return known if known.kind == "function" else None
 
 
 def _changed_or_gone(known: WorkloadSpec) -> bool:
     """As the digests of our own record say, not those of the plan."""
+    from autoplan.strategies.workloads.sources import changed_parts
+
     try:
-        return not _file_of(known).is_file() or bool(code_changes(known))
+        gone = not Path(Call.of(known).file).is_file()
+        return gone or any(part in TRAINING_CODE for part in changed_parts(known))
     except (WorkloadError, OSError):
         return True
 
 
-def _state_folder() -> Path:
+def _note_of(study: str) -> Path:
     import platformdirs
 
-    return Path(platformdirs.user_state_dir("autoplan"))
-
-
-def _note_of(study: str) -> Path:
-    return _state_folder() / "code" / f"{study}.json"
-
-
-def _read_note(path: Path) -> WorkloadSpec | None:
-    from autoplan.strategies.workloads.spec import WorkloadSpec
-
-    try:
-        return WorkloadSpec.model_validate_json(_read_private(path))
-    except (OSError, ValueError):
-        return None
-
-
-def _read_private(path: Path) -> bytes:
-    """The bytes of a file that is the user's own.
-
-    Raises:
-        OSError: it is not there, or somebody else could have written it.
-    """
-    if not is_private_file(path) or path.stat().st_size > _MAX_NOTE_BYTES:
-        raise PermissionError(1, "it is not the user's own", str(path))
-    return path.read_bytes()
-
-
-def _file_of(spec: WorkloadSpec) -> Path:
-    """The file of a `file.py:function`."""
-    return Path(spec.reference.rpartition(":")[0])
+    return Path(platformdirs.user_state_dir("autoplan")) / "code" / f"{study}.json"
