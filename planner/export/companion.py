@@ -26,7 +26,6 @@ from autoplan.strategies.config import (
     CUDAGRAPH_MODES,
     LEFT_BY_TOOLS,
     OPTIMIZER_FLAGS,
-    TrainingConfig,
     not_carried,
 )
 
@@ -49,16 +48,12 @@ def plain_settings() -> dict[str, Any]:
     return {name: value for name, value in vars(settings).items() if name.isupper()}
 
 
-def uses_ddp(config: TrainingConfig) -> bool:
-    """DDP for replicas of plain parameters, as techniques/data_parallel.py; FSDP2 for other data-parallel ranks."""
-    return config.dp > 1 and config.dp_shard == 1 and config.tp == 1
-
-
 def plan_settings(plan: Plan) -> dict[str, Any]:
     """The constants of a plan's batch and knobs; the workload's are at the values of the plain run."""
     config = plan.config
     kernel = ATTENTION_BACKENDS.get(config.attention, "")
-    fsdp = config.dp > 1 and not uses_ddp(config)
+    ddp = config.dp > 1 and config.dp_shard == 1 and config.tp == 1  # as techniques/data_parallel.py
+    fsdp = config.dp > 1 and not ddp
     by_block = config.checkpointing != "none" or config.compile == "block" or config.fp8 != "off"
     loading = setting_of(plan)
     return plain_settings() | {
@@ -80,7 +75,7 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
         "MASKLESS": config.tp * config.pp == 1 and (config.compile == "model" or plan.device == "cuda"),
         "BLOCKS": by_block or config.tp > 1 or fsdp,
         "RANKS": config.world_size,
-        "DDP": uses_ddp(config),
+        "DDP": ddp,
         "FIND_UNUSED": plan.workload.find_unused_parameters,
         "FSDP": fsdp,
         "RESHARD_AFTER_FORWARD": config.reshard_after_forward and config.dp_shard > 1,

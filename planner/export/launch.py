@@ -18,9 +18,8 @@ import re
 import shlex
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export, Target, comment, provenance_lines, same_or_error, same_or_error_each
@@ -138,8 +137,7 @@ def script_lines(plan: Plan, stem: str, folder: str) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScriptValues:
+class ScriptValues(NamedTuple):
     """The values that a script sets, as they were read back.
 
     Attributes:

@@ -53,8 +53,9 @@ class PytorchTarget(Target):
         names = [name for node in tree.body for name in defined_names(node)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ExportError(f"the script defines {twice[0]} twice", hint="Please report it.")
-        imported = {name for node in ast.walk(tree) for name in _imports(node)}
-        if "autoplan" in imported:
+        imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        imported += [str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        if any(name.partition(".")[0] == "autoplan" for name in imported):
             raise ExportError("the script imports autoplan, but it must run without it", hint="Please report it.")
         return ()
 
@@ -191,11 +192,3 @@ def model_fields(plan: Plan) -> dict[str, Any]:
         return read_config(spec.reference)
     path = Path(spec.reference)
     return read_config_file(path / "config.json" if spec.kind == "folder" else path)
-
-
-def _imports(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name.split(".")[0] for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and node.module:
-        return [node.module.split(".")[0]]
-    return []

@@ -127,7 +127,6 @@ def settings(plan: Plan) -> dict[str, Any]:
         raise ExportError("torchtitan has no fp16 with loss scaling, and the plan has precision=fp16", hint=NEAREST)
     training = adamw_of(plan, "torchtitan")
     norm = training.max_grad_norm
-    stages = config.pp * config.virtual_stages
     values: dict[str, Any] = {
         "local_batch": config.micro_batch * (config.pp_microbatches if config.pp > 1 else 1),
         "global_batch": plan.workload.global_batch,
@@ -152,8 +151,9 @@ def settings(plan: Plan) -> dict[str, Any]:
         "decay": 0.0,
         "seed": training.seed,
     }
-    if config.pp > 1:
-        values["pp_layers"] = _layers_per_stage(plan, stages)
+    if config.pp > 1:  # torchtitan counts the embedding and the head as one layer each
+        layers = causal_fields(plan, "torchtitan")["num_hidden_layers"] + 2
+        values["pp_layers"] = math.ceil(layers / (config.pp * config.virtual_stages))
     return {keys[term]: value for term, value in values.items()}
 
 
@@ -162,15 +162,6 @@ def expected(plan: Plan) -> dict[str, Any]:
     wanted = settings(plan) | {f"optimizer_kwargs.{key}": value for key, value in _adamw_options(plan).items()}
     wanted["world_size"] = plan.config.world_size
     return wanted | {"activation_checkpoint": CHECKPOINTING.get(plan.config.checkpointing, "FullAC")}
-
-
-def _layers_per_stage(plan: Plan, stages: int) -> int:
-    """Layers of a stage, where torchtitan counts the embedding and the head as one layer each (its own default)."""
-    fields = causal_fields(plan, "torchtitan")
-    layers = next((int(fields[key]) for key in ("num_hidden_layers", "n_layer", "num_layers") if key in fields), None)
-    if layers is None:
-        raise ExportError("the model's configuration does not say how many layers it has", hint=NEAREST)
-    return math.ceil((layers + 2) / stages)
 
 
 def _adamw_options(plan: Plan) -> dict[str, Any]:
@@ -261,13 +252,10 @@ def _text(plan: Plan, stem: str, version: str | None, not_carried: list[str]) ->
     ]
     for section, fields in sections.items():
         lines.append(f"        {section}={SECTIONS[section]}(")
-        lines += [f"            {field}={_literal(value)}," for field, value in fields.items()]
+        texts = {field: 'float("inf")' if value == math.inf else repr(value) for field, value in fields.items()}
+        lines += [f"            {field}={text}," for field, text in texts.items()]
         lines.append("        ),")
     return "\n".join([*lines, "    )", ""])
-
-
-def _literal(value: Any) -> str:
-    return 'float("inf")' if value == math.inf else repr(value)
 
 
 def read_back_in_rank(context: RankContext, text: str, model: str, stem: str, keys: list[str]) -> dict[str, Any]:
@@ -285,19 +273,13 @@ def read_back_in_rank(context: RankContext, text: str, model: str, stem: str, ke
     config = ConfigManager().parse_args(["--module", stem, "--config", "plan_recipe"])
     (group,) = config.optimizer.param_groups
     checkpointing = config.activation_checkpoint
-    parallelism = config.parallelism
-    dims = ParallelDims(
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=parallelism.data_parallel_shard_degree,
-        cp=1,
-        tp=parallelism.tensor_parallel_degree,
-        pp=parallelism.pipeline_parallel_degree,
-        ep=1,
-        world_size=parallelism.data_parallel_replicate_degree
-        * parallelism.data_parallel_shard_degree
-        * parallelism.tensor_parallel_degree
-        * parallelism.pipeline_parallel_degree,
-    )
+    degrees = {
+        "dp_replicate": config.parallelism.data_parallel_replicate_degree,
+        "dp_shard": config.parallelism.data_parallel_shard_degree,
+        "tp": config.parallelism.tensor_parallel_degree,
+        "pp": config.parallelism.pipeline_parallel_degree,
+    }
+    dims = ParallelDims(**degrees, cp=1, ep=1, world_size=math.prod(degrees.values()))
     _build(config)
     found: dict[str, Any] = {"world_size": dims.world_size}
     found["activation_checkpoint"] = None if checkpointing is None else type(checkpointing).__qualname__.split(".")[0]

@@ -64,8 +64,11 @@ def variables_for(
     variables = {PLAN_VARIABLE: str(path.absolute())} | {name: "1" for name, is_so in taken.items() if is_so}
     for name in TAKEN:
         value = plan.environment.variables.get(name)
-        if value is not None and name not in here and _PLAIN.fullmatch(value) and _fits(name, value, cores):
-            variables[name] = value
+        if value is None or name in here or not _PLAIN.fullmatch(value):
+            continue
+        if name == "OMP_NUM_THREADS" and not (value.isdecimal() and 1 <= int(value) <= cores):
+            continue  # a plan's file may say any number
+        variables[name] = value
     config = plan.config
     if config.allocator == "expandable":
         own = [text for name in TAKEN[1:] if (text := {**variables, **here}.get(name))]
@@ -81,11 +84,6 @@ def variables_for(
 
             variables |= {"MALLOC_MMAP_THRESHOLD_": str(LARGEST_MAPPED_BYTES), "MALLOC_TRIM_THRESHOLD_": str(NEVER)}
     return variables
-
-
-def _fits(name: str, value: str, cores: int) -> bool:
-    """Whether a number of threads is one for this machine: a plan's file may say any."""
-    return name != "OMP_NUM_THREADS" or (value.isdecimal() and 1 <= int(value) <= cores)
 
 
 def too_many_threads(plan: Plan, variables: Mapping[str, str], cores: int) -> str | None:

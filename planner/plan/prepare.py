@@ -21,7 +21,7 @@ from autoplan.planner.plan.hardware import found_elsewhere
 from autoplan.planner.plan.parts import AS_SEARCHED, Parts, make_workload, refuse_unverified
 from autoplan.planner.records.changes import USE_ALL_THE_SAME, name_pieces, refuse_changed_parts
 from autoplan.planner.records.plan import PlanRecord
-from autoplan.planner.records.trust import TRAINING_CODE, refuse_odd_file
+from autoplan.planner.records.trust import TRAINING_CODE, own_workload, refuse_odd_file
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ def prepare_plan(
             )
     is_named = workload is not None and whole is None
     if is_named:
-        plan = plan.with_workload_at(str(workload))
+        plan = plan.model_copy(update={"workload": own_workload(plan.workload, plan.study, str(workload))})
     said = check_before_use(plan, changed_ok=changed_ok)
     if said is not None:
         warnings.warn(said, stacklevel=3)

@@ -23,7 +23,6 @@ from autoplan.planner.records.trials import (
     Trial,
     WorkLine,
 )
-from autoplan.planner.records.trust import own_workload
 from autoplan.planner.records.untried import Untried
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
@@ -206,15 +205,6 @@ class PlanRecord(Record):
         plan._unverified_ok = self._unverified_ok or unverified_ok
         plan._changed_ok = self._changed_ok or changed_ok
         return plan
-
-    def with_workload_at(self, model: str) -> Self:
-        """The plan with the workload that is named: `file.py:function`, a config.json or a folder.
-
-        Raises:
-            PlanError: the plan is of another function, or has other options or arguments.
-            UsageError: the workload is of another kind, or there is no such file.
-        """
-        return self.model_copy(update={"workload": own_workload(self.workload, self.study, model)})
 
 
 def broken_rules(plan: PlanRecord) -> list[str]:

@@ -99,7 +99,12 @@ def edited_sections(document: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 def shown_text(text: str) -> str:
     r"""A text whose control characters are written out (`\x1b`), so that no terminal takes them as commands."""
-    return _CONTROLS.sub(lambda found: _written_out(found[0]), text)
+
+    def written_out(found: re.Match[str]) -> str:
+        code = ord(found[0])
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+    return _CONTROLS.sub(written_out, text)
 
 
 def one_line(text: str) -> str:
@@ -202,11 +207,6 @@ def _same_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _same_numbers(item) for key, item in value.items()}
     return value
-
-
-def _written_out(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 def load_notes(path: Path, edited: tuple[str, ...] | None) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoplan.errors import PlanError, UsageError, WorkloadError
-from autoplan.files import is_private_file, make_private_folder, replace_file
+from autoplan.files import is_private_file, make_private_folder, read_regular, replace_file
 from autoplan.planner.records.plan_file import one_line
 from autoplan.strategies.workloads.function_file import NAMED
 
@@ -29,7 +29,6 @@ TRAINING_CODE = ("code", "model")
 FORM = "file.py:function NAME=VALUE ... -- ARGUMENTS"
 """How a call is written in one text; a value is a number, true, false, null or a text."""
 
-_MAX_NOTE_BYTES = 64 << 20
 _MAX_SOURCE_BYTES = 16 << 20
 _MAX_SHOWN = 1000
 """Characters of a call of a plan that are shown."""
@@ -82,7 +81,11 @@ class Call(NamedTuple):
         return cls(found["file"], found["function"], values, tuple(words[end + 1 :]))
 
     def __str__(self) -> str:
-        words = [f"{name}={_value_text(value)}" for name, value in self.options.items()]
+        values = {
+            name: value if isinstance(value, str) and _read_value(value) == value else json.dumps(value)
+            for name, value in self.options.items()
+        }
+        words = [f"{name}={value}" for name, value in values.items()]
         words += ["--", *self.arguments] if self.arguments else []
         return " ".join([f"{_near(self.file)}:{self.function}", *map(shlex.quote, words)])
 
@@ -197,10 +200,6 @@ def _read_value(text: str) -> Any:
     return text if isinstance(value, dict | list) else value
 
 
-def _value_text(value: Any) -> str:
-    return value if isinstance(value, str) and _read_value(value) == value else json.dumps(value)
-
-
 def _shown(call: Call) -> str:
     text = one_line(str(call))
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
@@ -295,12 +294,10 @@ def _own_note(study: str) -> WorkloadSpec | None:
         return None  # not an identity: it would name a file elsewhere
     path = _note_of(study)
     try:
-        if not is_private_file(path) or path.stat().st_size > _MAX_NOTE_BYTES:
-            return None
-        known = WorkloadSpec.model_validate_json(path.read_bytes())
+        known = WorkloadSpec.model_validate_json(read_regular(path)) if is_private_file(path) else None
     except (OSError, ValueError):
         return None
-    return known if known.kind == "function" else None
+    return known if known is not None and known.kind == "function" else None
 
 
 def _changed_or_gone(known: WorkloadSpec) -> bool:
