@@ -39,8 +39,7 @@ class LightningTarget(Target):
     is_module = True
 
     def render(self, plan: Plan, stem: str) -> Export:
-        version = installed_version("lightning")
-        arguments = arguments_of(plan, self.kind, version)
+        arguments = arguments_of(plan, self.kind)
         whole = [COMPILES_MODEL] if plan.config.compile == "model" else []
         training = training_not_carried(plan, "your LightningModule's or loop's")
         not_carried = [*arguments.not_carried, *whole, *training]
@@ -56,7 +55,7 @@ class LightningTarget(Target):
         text = module_text(
             values,
             takes,
-            head=head(plan, _said(plan, self.kind, version), not_carried, start=False),
+            head=head(plan, _said(plan, self.kind), not_carried, start=False),
             docstring=_docstring(plan, self.kind, made=made),
             shown=("GLOBAL_BATCH", "MICRO_BATCH", "ACCUMULATION", "ITEMS", "MAX_GRAD_NORM", "SEED"),
         )
@@ -65,14 +64,13 @@ class LightningTarget(Target):
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         (text,) = export.files.values()
         version = installed_version("lightning")
-        arguments = arguments_of(plan, self.kind, version)
+        arguments = arguments_of(plan, self.kind)
         if version is not None:
             place = f"{__name__}:read_back_in_rank"
             same_or_error_each(expected(arguments), read_by_tool(place, (text, self.kind), tool=f"lightning {version}"))
         check_module(text, settings(plan, self.kind, arguments))
-        if version is None:
-            return ("not made into a real Trainer or Fabric: install lightning to have that checked",)
-        return ()
+        note = "not made into a real Trainer or Fabric: install lightning to have that checked"
+        return () if version is not None else (note,)
 
 
 class FabricTarget(LightningTarget):
@@ -99,7 +97,7 @@ def settings(plan: Plan, kind: Kind, arguments: LightningArguments) -> dict[str,
     }
 
 
-def arguments_of(plan: Plan, kind: Kind, version: str | None) -> LightningArguments:
+def arguments_of(plan: Plan, kind: Kind) -> LightningArguments:
     """The arguments of a plan's Trainer or Fabric."""
     training = plan.training
     return lightning_arguments(
@@ -109,11 +107,10 @@ def arguments_of(plan: Plan, kind: Kind, version: str | None) -> LightningArgume
         max_grad_norm=None if training is None else training.max_grad_norm,
         find_unused=plan.workload.find_unused_parameters,
         kind=kind,
-        version=version,
     )
 
 
-def _said(plan: Plan, kind: Kind, version: str | None) -> list[str]:
+def _said(plan: Plan, kind: Kind) -> list[str]:
     """Lines about Lightning, for the head of a file."""
     config = plan.config
     loss = (
@@ -124,7 +121,7 @@ def _said(plan: Plan, kind: Kind, version: str | None) -> list[str]:
         else "train_step divides the summed loss of all micro-batches and ranks by the count of all of them"
     )
     lines = [
-        version_line("lightning", version),
+        version_line("lightning", installed_version("lightning")),
         *([f"Lightning starts the {config.world_size} processes itself."] if config.world_size > 1 else []),
         f"Loss: {loss}.",
     ]

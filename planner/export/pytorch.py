@@ -8,19 +8,25 @@ its steps with a plain loop and with plan.prepare().
 from __future__ import annotations
 
 import ast
+import dataclasses
+import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autoplan.errors import ExportError
+from autoplan.errors import ConfigError, ExportError
 from autoplan.planner.export.base import Export, Target, comment, provenance_lines
 from autoplan.planner.export.bundle import defined_names
 from autoplan.planner.export.companion import check_module, module_text, parse_export, plan_settings
 from autoplan.planner.export.launch import rank_variables, torchrun_options
-from autoplan.planner.export.model_summary import ModelSummary, summarize_model
+from autoplan.planner.export.user_code import run_user_code
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import refusal
 from autoplan.strategies.workloads.function_file import check_function
+from autoplan.strategies.workloads.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from autoplan.processes import RankContext
 
 
 class PytorchTarget(Target):
@@ -192,3 +198,70 @@ def model_fields(plan: Plan) -> dict[str, Any]:
         return read_config(spec.reference)
     path = Path(spec.reference)
     return read_config_file(path / "config.json" if spec.kind == "folder" else path)
+
+
+# What the script must know of the model itself: it is built on the meta device in a process of its own, because that
+# loads torch and perhaps the user's code.
+
+
+class ModelSummary(NamedTuple):
+    """The facts that an export needs to know of a model.
+
+    Attributes:
+        has_blocks: Whether the model repeats blocks.
+        head: The name of the output head whose logits loss=fused defers; "" where the workload's own head splits off.
+        tensor_plan: The fields of a TensorPlan, or why the model has none.
+    """
+
+    has_blocks: bool
+    head: str = ""
+    tensor_plan: dict[str, Any] | str = ""
+
+
+def summarize_model(spec: WorkloadSpec) -> ModelSummary:
+    """Builds the model of a workload on the meta device and returns its summary.
+
+    Raises:
+        ExportError: the workload cannot be built, or not within the limits of the export.
+    """
+    return _summarize_model(spec.model_dump_json(), spec.name)
+
+
+@functools.lru_cache(maxsize=16)
+def _summarize_model(spec: str, name: str) -> ModelSummary:
+    document = run_user_code(
+        f"{__name__}:summarize_in_rank",
+        (spec,),
+        doing=f"building the model of {name} for the export",
+        functions={"load": "the workload's own function or file", "build_model": "build_model()"},  # by phase
+        refused=f"the model of {name} could not be built for the export",
+        hint="The workload's files must be where they were when the plan was made.",
+    )
+    return ModelSummary(**document)
+
+
+def summarize_in_rank(context: RankContext, spec: str) -> dict[str, Any]:
+    """Builds the model on the meta device, in this process."""
+    context.phase("load")
+    import torch
+
+    from autoplan.strategies.analysis.structure import find_structure
+    from autoplan.strategies.techniques.loss import output_linear, splits_by_head
+    from autoplan.strategies.techniques.tensor_parallel import make_tensor_plan
+    from autoplan.strategies.workloads.sources import load_workload
+
+    workload = load_workload(WorkloadSpec.model_validate_json(spec))
+    context.phase("build_model")
+    with torch.device("meta"):
+        model = workload.build_model()
+    structure = find_structure(model)
+    linear = None if splits_by_head(workload, model) else output_linear(structure)
+    try:
+        tensor_plan: dict[str, Any] | str = dataclasses.asdict(make_tensor_plan(model, structure, workload, 1))
+    except ConfigError as error:
+        tensor_plan = error.message
+    return {
+        "has_blocks": bool(structure.stacks),
+        "head": next((name for name, module in model.named_modules() if module is linear), ""),
+        "tensor_plan": tensor_plan,
+    }

@@ -65,7 +65,6 @@ def lightning_arguments(
     max_grad_norm: float | None,
     find_unused: bool = False,
     kind: Kind = "trainer",
-    version: str | None = None,
 ) -> LightningArguments:
     """The parts of a plan that are arguments of `Trainer(...)` or `Fabric(...)`.
 
@@ -76,12 +75,11 @@ def lightning_arguments(
         max_grad_norm: The norm that the workload clips at; None: it does not clip.
         find_unused: A backward may leave a parameter without a gradient.
         kind: Of the Trainer or of Fabric, which has no argument for accumulation and clipping.
-        version: Of lightning; None: the installed one, else the newest that there is a table for.
 
     Raises:
         ExportError: Lightning has nothing for the degrees of parallelism, or no table fits its version.
     """
-    keys = pick_table("lightning", version or installed_version("lightning"))[kind]
+    keys = pick_table("lightning", installed_version("lightning"))[kind]
     refuse_model_parallelism("Lightning", config, replicas_of_shards=False)
     if config.dp_shard > 1 and config.precision == "fp16":
         raise ExportError(

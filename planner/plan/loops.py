@@ -57,33 +57,28 @@ class PlannedStep:
         return float(self.run.step(workload.make_batch(workload.global_batch, index)).loss)
 
 
-def apply_parts(
-    plan: PlanRecord, training: Any, parts: tuple[Any, ...], *, changed_ok: bool, **settings: Any
-) -> AppliedLoop | PlannedStep:
+def apply_parts(plan: PlanRecord, training: Any, parts: tuple[Any, ...], **settings: Any) -> AppliedLoop | PlannedStep:
     """Applies a plan to a loop or a step.
 
     Raises:
         AutoplanError: see Plan.apply_to.
     """
     if is_one_of(training, MODULES):
-        return apply_to_loop(plan, (training, *parts), changed_ok=changed_ok, **settings)
+        return apply_to_loop(plan, (training, *parts), **settings)
     if callable(training):
-        return apply_to_step(plan, training, changed_ok=changed_ok)
+        return apply_to_step(plan, training)
     raise WorkloadError(
         f"this is a {type(training).__name__}, and no Trainer of transformers, no model and no function of a step",
         hint="plan.prepare(model, optimizer, loss) gives a training run for a loop of your own.",
     )
 
 
-def apply_to_loop(
-    plan: PlanRecord, parts: tuple[Any, ...], *, changed_ok: bool = False, **settings: Any
-) -> AppliedLoop:
+def apply_to_loop(plan: PlanRecord, parts: tuple[Any, ...], **settings: Any) -> AppliedLoop:
     """The training run of a loop's parts, and its DataLoader.
 
     Args:
         plan: Of a search with such parts.
         parts: model, optimizer, dataloader, and the loss where the search had one.
-        changed_ok: See Plan.prepare.
         settings: schedule, schedule_interval, max_grad_norm, loss_mean, accelerator: as the search had them. Also
             parts by name.
 
@@ -109,7 +104,7 @@ def apply_to_loop(
     _refuse_split_loader(dataloader)
     if plan.training is not None:
         settings = {"max_grad_norm": plan.training.max_grad_norm, "seed": plan.training.seed} | settings
-    if changed_ok:
+    if plan.changed_ok:
         settings["global_batch"] = plan.workload.global_batch
     with draws_kept(plan):
         workload = read_loop(model, optimizer, dataloader, loss, **settings)
@@ -126,7 +121,7 @@ def apply_to_loop(
         beside = {name: getattr(workload, name) for name in ("count", "fixed_micro_batch", "seed")}
         if plan.workload.options.get("fixed_micro_batch") is not None:  # given to the search: the plan says it
             del beside["fixed_micro_batch"]
-        run = prepare_plan(plan, read, changed_ok=changed_ok, read=beside)
+        run = prepare_plan(plan, read, read=beside)
     follow(plain_optimizer(optimizer), run.optimizer, "run.step(batch)")
     schedule = plain_schedule(settings.get("schedule"))
     if hasattr(schedule, "optimizer"):
@@ -199,7 +194,7 @@ def _shared_order(run: TrainingRun, dataloader: Any, batches: Any) -> Any:
     return make_order(source, batch_size=run.local_batch, rank=rank, ranks=ranks, seed=run.workload.seed)
 
 
-def apply_to_step(plan: PlanRecord, make_step: Any, *, changed_ok: bool = False) -> PlannedStep:
+def apply_to_step(plan: PlanRecord, make_step: Any) -> PlannedStep:
     """The step that make_step gives, under the plan's settings of this process.
 
     Threads, the allocator and TF32 are set for the whole process, and stay set. make_step and the steps draw from the
@@ -220,7 +215,7 @@ def apply_to_step(plan: PlanRecord, make_step: Any, *, changed_ok: bool = False)
             hint="plan.prepare(model, optimizer, loss) applies it; search with step=make_step for a plan of a step.",
         )
     workload = read_step(make_step, global_batch=plan.workload.global_batch, name=plan.workload.name)
-    for text in check_training(plan, changed_ok=changed_ok, model=workload.build_model, loss=workload.loss):
+    for text in check_training(plan, changed_ok=plan.changed_ok, model=workload.build_model, loss=workload.loss):
         warnings.warn(text, stacklevel=4)
     if plan.device == "cuda":
         set_allocator(plan.config.allocator, torch.device("cuda"))  # before make_step takes memory

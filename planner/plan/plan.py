@@ -208,7 +208,7 @@ class Plan(PlanRecord):
         given: dict[str, Any] = {"device": device, "global_batch": global_batch, "workload": workload}
         plan = self.accepted(unverified_ok, changed_ok=changed_ok)
         with draws_kept(self):
-            return prepare_plan(plan, parts, changed_ok=plan.changed_ok, **given)
+            return prepare_plan(plan, parts, **given)
 
     def loader(
         self,
@@ -297,7 +297,7 @@ class Plan(PlanRecord):
         refuse_unverified(plan)  # before the training is read
         framework = framework_of(training)
         if framework is None:
-            return apply_parts(plan, training, parts, changed_ok=plan.changed_ok, **settings)
+            return apply_parts(plan, training, parts, **settings)
         apply_plan = module_of(framework, "apply").apply_plan
         with draws_kept(plan, on_ranks=True):
             return apply_plan(plan, training, *parts, changed_ok=plan.changed_ok, **settings)

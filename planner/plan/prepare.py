@@ -38,14 +38,13 @@ def prepare_plan(
     *,
     device: str | torch.device | None = None,
     global_batch: int | None = None,
-    changed_ok: bool = False,
     workload: str | Path | Workload | None = None,
     read: Mapping[str, Any] | None = None,
 ) -> TrainingRun:
     """The training run of a plan: what `Plan.prepare` calls; its docstring says parameters and errors.
 
-    The answer to `unverified_ok` comes with the plan. `read` has fields of the workload that no part is, as they were
-    read from a loop.
+    The answers to `unverified_ok` and `changed_ok` come with the plan. `read` has fields of the workload that no part
+    is, as they were read from a loop.
     """
     import torch
     from torch import nn
@@ -64,6 +63,7 @@ def prepare_plan(
     is_named = workload is not None and whole is None
     if is_named:
         plan = plan.model_copy(update={"workload": own_workload(plan.workload, plan.study, str(workload))})
+    changed_ok = plan.changed_ok
     said = check_before_use(plan, changed_ok=changed_ok)
     if said is not None:
         warnings.warn(said, stacklevel=3)

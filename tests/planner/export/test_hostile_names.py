@@ -58,10 +58,9 @@ def plan_named(name: str, folder: Path, fields: dict[str, Any] | None = None, **
 @pytest.fixture(scope="module")
 def model_summary_once(tmp_path_factory: pytest.TempPathFactory):
     """The summary of the tiny model, made once: names do not change it."""
-    from autoplan.planner.export import model_summary
     from autoplan.planner.export import pytorch as pytorch_script
 
-    found = model_summary.summarize_model(plan_named("x", tmp_path_factory.mktemp("model")).workload)
+    found = pytorch_script.summarize_model(plan_named("x", tmp_path_factory.mktemp("model")).workload)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pytorch_script, "summarize_model", lambda spec: found)
         yield

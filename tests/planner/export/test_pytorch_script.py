@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.model_summary import ModelSummary
-from autoplan.planner.export.pytorch import PytorchTarget, _refuse_other_names, settings
+from autoplan.planner.export.pytorch import ModelSummary, PytorchTarget, _refuse_other_names, settings
 from autoplan.planner.export.run import export_plan, load_target
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec

@@ -332,13 +332,12 @@ def _keep_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from autoplan.planner.export import accelerate as accelerate_config
     from autoplan.planner.export import launch, transformers
     from autoplan.planner.export import pytorch as pytorch_script
-    from autoplan.planner.export.model_summary import ModelSummary
 
     def read_here(target: str, args: tuple[Any, ...], **given: Any) -> Any:
         module, _, function = target.partition(":")
         return getattr(importlib.import_module(module), function)(SimpleNamespace(directory=Path.cwd()), *args)
 
     monkeypatch.setattr(accelerate_config, "read_by_tool", read_here)
-    monkeypatch.setattr(pytorch_script, "summarize_model", lambda spec: ModelSummary(has_blocks=True))
+    monkeypatch.setattr(pytorch_script, "summarize_model", lambda spec: pytorch_script.ModelSummary(has_blocks=True))
     monkeypatch.setattr(transformers, "read_back_arguments", lambda text, tool: json.loads(text))
     monkeypatch.setattr(launch, "parse_torchrun", lambda words: launch.parse_in_rank(None, words))  # type: ignore[arg-type]

@@ -241,7 +241,8 @@ def test_every_fault_in_every_part(
 
 @pytest.mark.exhaustive
 def test_every_fault_in_an_export(tmp_path: Path, injector: Injector, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoplan.planner.export import model_summary, user_code
+    from autoplan.planner.export import pytorch as pytorch_script
+    from autoplan.planner.export import user_code
     from autoplan.planner.export.run import export_plan
 
     monkeypatch.setattr(user_code, "Zygote", Zygote)  # which tests share otherwise
@@ -250,7 +251,7 @@ def test_every_fault_in_an_export(tmp_path: Path, injector: Injector, monkeypatc
     injector.on_phase("export")
     for kind in ("kill", "terminate", "segv", "raise", "surrogate", "exit", "exit_0"):
         injector.plant({"export": (kind, 1)})
-        model_summary._summarize_model.cache_clear()
+        pytorch_script._summarize_model.cache_clear()
         with pytest.raises(AutoplanError) as caught:
             export_plan(plan, "pytorch", tmp_path / "train.py")
         assert caught.value.exit_code != 1 and str(caught.value).encode()

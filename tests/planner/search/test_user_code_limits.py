@@ -8,7 +8,7 @@ import pytest
 
 from autoplan.errors import BudgetEndedError, ExportError, NoFeasiblePlanError
 from autoplan.planner.export import user_code
-from autoplan.planner.export.model_summary import summarize_model
+from autoplan.planner.export.pytorch import summarize_model
 from autoplan.planner.export.run import export_plan
 from autoplan.planner.export.user_code import LIMITS, ExportLimits, make_limits
 from autoplan.planner.parity.compare import run_parity, where_ended
