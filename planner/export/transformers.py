@@ -300,6 +300,10 @@ _TRAINERS_SCHEDULES = {
     "_get_linear_schedule_with_warmup_lr_lambda": "linear",
     "_get_cosine_schedule_with_warmup_lr_lambda": "cosine",
 }
+_STEP_FORMS = {
+    ("for_loop", "cuda"): "optimizer_step=for_loop: adamw_torch takes torch's default on CUDA, which is foreach",
+    ("foreach", "cpu"): "optimizer_step=foreach: adamw_torch takes torch's default on a CPU, which is the for-loop",
+}
 _SCHEDULE_DEFAULTS = {"num_cycles": 0.5, "min_lr_rate": 0.0}
 
 
@@ -322,16 +326,17 @@ def trained_parts(plan: Plan) -> TrainedParts:
     values |= _optimizer_values(plan, training)
     schedule = _schedule_values(training.schedule)
     values |= schedule or {"schedule": "constant"}
-    optimizer_fits = _trainer_makes_it(plan, training)
-    if optimizer_fits and schedule is not None:
-        return TrainedParts(values, _step_form(plan), {})
+    differs = _what_differs(plan, training)
+    if differs is None and schedule is not None:
+        form = _STEP_FORMS.get((plan.config.optimizer_step, plan.device))
+        return TrainedParts(values, [] if form is None else [form], {})
     reason = why_not_made(training)
     if reason is None and plan.config.dp_shard > 1:
         reason = "the Trainer takes no optimizer together with FSDP"
     if reason is not None:
-        not_carried += _handed_in_by_the_user(training, reason, optimizer_fits, schedule is not None)
+        not_carried += _handed_in_by_the_user(training, reason, differs, schedule is not None)
         return TrainedParts(values, not_carried, {})
-    what = [] if optimizer_fits else [_what_differs(training)]
+    what = [] if differs is None else [differs]
     if schedule is None and training.schedule is not None:
         what.append(f"the schedule {last_part(training.schedule.kind)}")
     not_carried.append(f"{' and '.join(what)}, by the arguments alone: the companion's make_optimizers(model) makes it")
@@ -361,51 +366,30 @@ def _optimizer_values(plan: Plan, training: TrainingFacts) -> dict[str, Any]:
     return values | {"optimizer": name}
 
 
-def _trainer_makes_it(plan: Plan, training: TrainingFacts) -> bool:
-    """Whether the Trainer's own optimizer is the workload's.
+def _what_differs(plan: Plan, training: TrainingFacts) -> str | None:
+    """What of the workload's optimizer the Trainer's own has not; None: the Trainer makes the same.
 
     The Trainer makes two groups, with the weight decay and, for biases and norms, without.
     """
-    if training.optimizer not in _TRAINERS_OWN or len(training.groups) > 1 or training.unheld:
-        return False
-    group = training.main_group
-    _, _, needed = _TRAINERS_OWN[training.optimizer]
-    return (
-        not group.unread
-        and not group.options.get("weight_decay")
-        and all(group.options.get(key, value) == value for key, value in needed.items())
-        and (training.optimizer == ADAMW or plan.config.optimizer_step == "own")
-        and (training.optimizer == ADAMW or _keys()["optimizer_options"] is not None)
-    )
-
-
-def _what_differs(training: TrainingFacts) -> str:
     if training.optimizer not in _TRAINERS_OWN:
         return f"the optimizer {last_part(training.optimizer)}"
     if len(training.groups) > 1:
         return f"the {len(training.groups)} parameter groups of the optimizer"
     if training.unheld:
         return "an optimizer that leaves out parameters"
-    if training.main_group.options.get("weight_decay"):
+    group, (_, _, needed) = training.main_group, _TRAINERS_OWN[training.optimizer]
+    if group.options.get("weight_decay"):
         return "weight decay on every parameter (the Trainer leaves biases and norms out of it)"
-    return f"the options of the optimizer {last_part(training.optimizer)}"
+    other = bool(group.unread) or any(group.options.get(key, value) != value for key, value in needed.items())
+    if training.optimizer != ADAMW:
+        other = other or plan.config.optimizer_step != "own" or _keys()["optimizer_options"] is None
+    return f"the options of the optimizer {last_part(training.optimizer)}" if other else None
 
 
-def _step_form(plan: Plan) -> list[str]:
-    step = plan.config.optimizer_step
-    if step == "for_loop" and plan.device == "cuda":
-        return ["optimizer_step=for_loop: adamw_torch takes torch's default on CUDA, which is foreach"]
-    if step == "foreach" and plan.device == "cpu":
-        return ["optimizer_step=foreach: adamw_torch takes torch's default on a CPU, which is the for-loop"]
-    return []
-
-
-def _handed_in_by_the_user(
-    training: TrainingFacts, reason: str, optimizer_fits: bool, schedule_fits: bool
-) -> list[str]:
+def _handed_in_by_the_user(training: TrainingFacts, reason: str, differs: str | None, schedule_fits: bool) -> list[str]:
     found = []
-    if not optimizer_fits:
-        found.append(f"{_what_differs(training)}, because {reason}: hand it to Trainer(optimizers=...)")
+    if differs is not None:
+        found.append(f"{differs}, because {reason}: hand it to Trainer(optimizers=...)")
     if not schedule_fits and training.schedule is not None:
         found.append(
             f"the schedule {last_part(training.schedule.kind)}, because {reason}: the arguments say constant; its "

@@ -63,22 +63,16 @@ def prepare_plan(
     is_named = workload is not None and whole is None
     if is_named:
         plan = plan.model_copy(update={"workload": own_workload(plan.workload, plan.study, str(workload))})
-    changed_ok = plan.changed_ok
-    said = check_before_use(plan, changed_ok=changed_ok)
-    if said is not None:
-        warnings.warn(said, stacklevel=3)
-    target = _pick_device(plan, device)
-    if (elsewhere := found_elsewhere(plan, target.type)) is not None:
-        warnings.warn(elsewhere, stacklevel=3)
     given = {name: getattr(parts, name) for name in ("model", "loss", "optimizer", "schedule", "make_batch")}
     given = {name: None if value is AS_SEARCHED else value for name, value in given.items()}
     if whole is not None:
         fields = {"model": "build_model", "optimizer": "build_optimizer", "schedule": "build_schedule"}
         all_parts = {name: getattr(whole, fields.get(name, name)) for name in given}
         given = all_parts | {name: part for name, part in given.items() if part is not None}
-    changed = refuse_changed_parts(plan.workload, changed_ok=changed_ok, **given)
-    if changed is not None:
-        warnings.warn(changed, stacklevel=3)
+    kind = None if device is None else torch.device(device).type
+    for text in check_training(plan, changed_ok=plan.changed_ok, device=kind, **given):
+        warnings.warn(text, stacklevel=3)
+    target = _pick_device(plan, device)
     instance = parts.optimizer if isinstance(parts.optimizer, torch.optim.Optimizer) else None
     _refuse_hooks_on_shards(plan, instance)
     made = make_workload(plan, parts, named=is_named, searched=whole)
@@ -87,10 +81,10 @@ def prepare_plan(
     if plan.workload.find_unused_parameters:
         made = dataclasses.replace(made, find_unused_parameters=True)
     own = parts.model if isinstance(parts.model, nn.Module) else None
-    if own is not None and not changed_ok:  # before anything is changed in place
+    if own is not None and not plan.changed_ok:  # before anything is changed in place
         refuse_other_training(plan, made.build_optimizer(trainable(own)), own, workload=made if read else None)
     run = prepare(made, plan.config, device=target, model=own)
-    if own is None and not changed_ok:  # with an optimizer that no schedule has changed
+    if own is None and not plan.changed_ok:  # with an optimizer that no schedule has changed
         refuse_other_training(plan, made.build_optimizer(trainable(run.model)), run.model)
     if instance is not None:
         state = {one: values for one, values in instance.state.items() if getattr(one, "requires_grad", True)}
@@ -157,12 +151,13 @@ def check_before_use(plan: PlanRecord, *, changed_ok: bool, checks_parity: bool 
     return "; ".join(text for text in said if text) or None
 
 
-def check_training(plan: PlanRecord, *, changed_ok: bool, **parts: Any) -> list[str]:
+def check_training(plan: PlanRecord, *, changed_ok: bool, device: str | None = None, **parts: Any) -> list[str]:
     """Checks a plan before it meets a training that was read.
 
     Args:
         plan: The plan.
         changed_ok: Use it although it, or the training code, changed.
+        device: The kind that it runs on; None: the plan's own.
         parts: model, loss, schedule, make_batch: see `refuse_changed_parts`.
 
     Returns:
@@ -173,7 +168,7 @@ def check_training(plan: PlanRecord, *, changed_ok: bool, **parts: Any) -> list[
     """
     said = [check_before_use(plan, changed_ok=changed_ok)]
     said.append(refuse_changed_parts(plan.workload, changed_ok=changed_ok, **parts))
-    said.append(found_elsewhere(plan))
+    said.append(found_elsewhere(plan, device))
     return [text for text in said if text is not None]
 
 
