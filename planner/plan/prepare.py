@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from autoplan.errors import DeviceError, PlanError, WorkloadError
 from autoplan.planner.plan.hardware import found_elsewhere
 from autoplan.planner.plan.parts import AS_SEARCHED, Parts, make_workload, refuse_unverified
-from autoplan.planner.records.changes import USE_ALL_THE_SAME, name_pieces, refuse_changed_parts
 from autoplan.planner.records.plan import PlanRecord
 from autoplan.planner.records.trust import TRAINING_CODE, own_workload, refuse_odd_file
 
@@ -30,6 +29,14 @@ if TYPE_CHECKING:
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.spec import WorkloadSpec
     from autoplan.strategies.workloads.workload import Workload
+
+PARTS = ("model", "weights", "loss", "optimizer", "schedule", "data", "environment")
+"""The parts of `WorkloadSpec.sources` that objects are compared with."""
+
+SHOWN = 4
+"""How many changed pieces are named."""
+
+USE_ALL_THE_SAME = "Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok."
 
 
 def prepare_plan(
@@ -172,6 +179,43 @@ def check_training(plan: PlanRecord, *, changed_ok: bool, device: str | None = N
     return [text for text in said if text is not None]
 
 
+def refuse_changed_parts(spec: WorkloadSpec, *, changed_ok: bool, **parts: Any) -> str | None:
+    """Compares the parts that `plan.prepare` was given with those of the search.
+
+    Args:
+        spec: The plan's workload.
+        changed_ok: Changed training code is a warning.
+        parts: model, loss, optimizer, schedule, make_batch; None: not given.
+
+    Returns:
+        What else changed, in words; None: nothing that is known of.
+
+    Raises:
+        PlanError: the code or the values of the model, loss, optimizer or schedule are others than in the search.
+    """
+    if not spec.sources.keys() & {*PARTS}:
+        return None
+    from autoplan.strategies.workloads.fingerprint import TRAINING_PARTS, changed_names, fingerprints
+
+    found = {
+        part: changed_names(spec.sources[part], now)
+        for part, now in fingerprints(**parts).items()
+        if part in spec.sources
+    }
+    code = [name for part in TRAINING_PARTS for name in found.get(part, ())]
+    other = [f"{name} (data)" for name in found.get("data", ())] + found.get("weights", [])
+    for name in found.get("environment", ()):
+        (other if name.startswith("$") else code).append(name)
+    if code and not changed_ok:
+        raise PlanError(
+            f"{_named(code)} {'is' if len(code) == 1 else 'are'} not what the search had: it trains something else",
+            hint=USE_ALL_THE_SAME,
+        )
+    if not code and not other:
+        return None
+    return f"changed since the plan was found: {_named(code + other)}"
+
+
 def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool, hint: str = USE_ALL_THE_SAME) -> str | None:
     """Refuses a workload whose code is not that of the search; returns what else changed, in words.
 
@@ -186,7 +230,7 @@ def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool, hint: str = USE
     from autoplan.strategies.workloads.sources import changed_parts, changed_pieces
 
     changed = changed_parts(spec)
-    pieces = name_pieces(changed_pieces(spec)) if changed else ""
+    pieces = f" ({_named(found)})" if changed and (found := changed_pieces(spec)) else ""
     code = [part for part in changed if part in TRAINING_CODE]
     if code and not changed_ok:
         raise PlanError(
@@ -197,6 +241,11 @@ def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool, hint: str = USE
     if not changed:
         return None
     return f"changed since the plan was found: {', '.join(changed)} of {spec.name}{pieces}"
+
+
+def _named(pieces: list[str]) -> str:
+    more = f" and {len(pieces) - SHOWN} more" if len(pieces) > SHOWN else ""
+    return ", ".join(pieces[:SHOWN]) + more
 
 
 def refuse_other_training(

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autoplan.errors import PlanError, WorkloadError
-from autoplan.planner.records.changes import refuse_changed_parts
+from autoplan.planner.plan.prepare import refuse_changed_parts
 from autoplan.processes import Task, Zygote
 from autoplan.strategies.workloads.fingerprint import changed_names, fingerprints
 from autoplan.strategies.workloads.loops.loop import read_loop
