@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 PRECISIONS = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 """By value of the knob, accelerate's name; tf32 is a setting of torch besides."""
 
-TAKES = ("model:prepare_module", "accelerate:make_accelerator", "accelerate:prepare")
-LOOP = ("loop:steps", "loop:loader_arguments", "loop:train_step")
+TAKES = (
+    *("model:prepare_module", "accelerate:make_accelerator", "accelerate:prepare"),
+    *("loop:steps", "loop:loader_arguments", "loop:train_step"),
+)
 
 
 class AccelerateTarget(Target):
@@ -44,12 +46,11 @@ class AccelerateTarget(Target):
         keys = pick_table("accelerate", version)["keys"]
         document = yaml.safe_dump(nest(keys, values(plan)), sort_keys=False)
         constants = settings(plan, f"{stem}.yaml")
-        made = constants["MAKES_OPTIMIZERS"]
         text = module_text(
             constants,
-            [*TAKES, *LOOP, *(["loop:make_optimizers"] if made else [])],
+            TAKES,
             head=head(plan, [line, *_loss_lines(plan)], missing),
-            docstring=_docstring(made),
+            docstring=_docstring(constants["MAKES_OPTIMIZERS"]),
         )
         files = {f"{stem}.yaml": head(plan, said, missing) + "\n" + document, module: text}
         return Export(files=files, not_carried=tuple(missing))
@@ -60,7 +61,8 @@ class AccelerateTarget(Target):
         version = installed_version("accelerate")
         if version is None:
             return ("not read by accelerate's own launcher: install accelerate to have that checked",)
-        same_or_error_each(expected(plan), read_back(text))
+        place, tool = f"{__name__}:read_back_in_rank", f"accelerate {version}"
+        same_or_error_each(expected(plan), read_by_tool(place, (text,), tool=tool, what="the file"))
         return version_notes("accelerate", version)
 
 
@@ -173,18 +175,9 @@ def expected(plan: Plan) -> dict[str, Any]:
     return found | ({"tp": 1} if "dp_replicate" in found else {})
 
 
-def read_back(text: str) -> dict[str, Any]:
-    """The values that a process finds if accelerate's launcher starts it with a file. Another process reads them.
-
-    Raises:
-        ExportError: the launcher refuses the file.
-    """
-    tool = f"accelerate {installed_version('accelerate')}"
-    return read_by_tool(f"{__name__}:read_back_in_rank", (text,), tool=tool, what="the file")
-
-
 def read_back_in_rank(context: RankContext, text: str) -> dict[str, Any]:
-    """The launcher's reading of a file: its arguments, and the plugins that a process makes of its variables."""
+    """The values that a process finds if accelerate's launcher starts it with a file: the launcher's arguments, and
+    the plugins that a process makes of its variables."""
     import os
 
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser

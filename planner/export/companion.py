@@ -274,12 +274,12 @@ def module_text(
 
     Args:
         values: The constants of the kit.
-        takes: What it takes of the kit, as `module:name`.
+        takes: What it takes of the kit, as `module:name`, besides `make_optimizers(model)` where the values have it.
         head: The comment at its top.
         docstring: Lines that say how it is used; no text of the plan is in them.
         shown: Constants that it has whether its code asks them or not.
     """
-    bundle = Bundle(values, *takes)
+    bundle = Bundle(values, *takes, *(["loop:make_optimizers"] if values["MAKES_OPTIMIZERS"] else []))
     constants = {name: value for name, value in values.items() if name in bundle.asked or name in shown}
     top = [CODING, head, '"""' + "\n".join(docstring) + '\n"""', "", "from __future__ import annotations", ""]
     parts = ["\n".join(top) + "\n" + "\n\n".join(bundle.imports()), constant_lines(constants), bundle.source()]

@@ -52,12 +52,11 @@ class DeepspeedTarget(Target):
         document = nest(pick_table("deepspeed", version)["keys"], values(plan))
         missing = not_carried(plan)
         constants = settings(plan, f"{stem}.json")
-        made = constants["MAKES_OPTIMIZERS"]
         text = module_text(
             constants,
-            [*TAKES, *(["loop:make_optimizers"] if made else [])],
+            TAKES,
             head=head(plan, [version_line("deepspeed", version), _LOSS], missing),
-            docstring=_docstring(made),
+            docstring=_docstring(constants["MAKES_OPTIMIZERS"]),
         )
         files = {f"{stem}.json": json.dumps(document, indent=2) + "\n", companion_name(stem): text}
         return Export(files=files, not_carried=tuple(missing))
@@ -68,10 +67,9 @@ class DeepspeedTarget(Target):
         version = installed_version("deepspeed")
         if version is None:
             return ("not read by the real DeepSpeedConfig: install deepspeed to have that checked",)
-        env = {"DS_ACCELERATOR": "cpu"}
-        parts = (text, plan.config.world_size)
-        place, tool = f"{__name__}:read_back_in_rank", f"deepspeed {version}"
-        same_or_error_each(expected(plan), read_by_tool(place, parts, tool=tool, what="the file", env=env))
+        place, parts = f"{__name__}:read_back_in_rank", (text, plan.config.world_size)
+        given = {"tool": f"deepspeed {version}", "what": "the file"}
+        same_or_error_each(expected(plan), read_by_tool(place, parts, env={"DS_ACCELERATOR": "cpu"}, **given))
         return version_notes("deepspeed", version)
 
 

@@ -47,7 +47,7 @@ class LightningTarget(Target):
         made = values["MAKES_OPTIMIZERS"]
         takes = ["model:prepare_module", "loop:loader_arguments"]
         if self.kind == "fabric":
-            takes += ["fabric:make_fabric", "loop:train_step", *(["loop:make_optimizers"] if made else [])]
+            takes += ["fabric:make_fabric", "loop:train_step"]
         else:
             takes += ["lightning:make_trainer", "lightning:global_mean", *(["lightning:optimizers"] if made else [])]
         if plan.config.dp_shard > 1:

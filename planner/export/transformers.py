@@ -55,11 +55,10 @@ class TransformersTarget(Target):
         trained = trained_parts(plan)
         arguments, not_carried = self.arguments(plan, trained)
         values = settings(plan, self.name, f"{stem}.json", trained.optimizers)
-        made = values["MAKES_OPTIMIZERS"]
-        use = ", optimizers=make_optimizers(model)" if made else ""
+        use = ", optimizers=make_optimizers(model)" if values["MAKES_OPTIMIZERS"] else ""
         text = module_text(
             values,
-            ["transformers:load_arguments", "transformers:prepare_model", *(["loop:make_optimizers"] if made else [])],
+            ["transformers:load_arguments", "transformers:prepare_model"],
             head=head(plan, self.said(), not_carried),
             docstring=[
                 "The settings of the plan that are no training arguments. Use:",

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from autoplan.planner.export.accelerate import expected, read_back
+from autoplan.planner.export import accelerate
 from autoplan.planner.export.run import load_target
+from autoplan.planner.export.user_code import read_by_tool
 from autoplan.processes import RankContext, Task, Zygote
 from tests.exports.six_steps import WORKLOAD, make_plan
 from tests.exports.train_export import load_module
@@ -42,8 +43,8 @@ def test_its_fsdp2_trains_as_the_plan_does(reshard: bool, tmp_path: Path) -> Non
 def test_the_launcher_finds_the_plan(degrees: dict[str, Any]) -> None:
     plan = on_gpus(micro_batch=1, precision="fp16", **degrees)
     text = next(iter(load_target("accelerate").render(plan, "export").files.values()))
-    found = read_back(text)
-    assert {what: found.get(what) for what in expected(plan)} == expected(plan)
+    found = read_by_tool(f"{accelerate.__name__}:read_back_in_rank", (text,), tool="accelerate")
+    assert {what: found.get(what) for what in accelerate.expected(plan)} == accelerate.expected(plan)
 
 
 def test_the_batch_is_not_in_the_file_but_in_the_companion() -> None:
