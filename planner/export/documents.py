@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import yaml
+
 from autoplan.planner.export.base import Export, Target, comment, provenance_lines, same_or_error
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.plan_file import with_shown_texts
@@ -73,12 +75,8 @@ class YamlTarget(JsonTarget):
     suffix = ".yaml"
 
     def write(self, plan: Plan) -> str:
-        import yaml
-
         body: str = yaml.safe_dump(plan_document(plan), sort_keys=False, allow_unicode=True, width=110)
         return comment(provenance_lines(plan)) + "\n" + body
 
     def read(self, text: str) -> Any:
-        import yaml
-
         return yaml.safe_load(text)

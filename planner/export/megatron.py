@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export, Target, comment, provenance_lines, same_or_error, same_or_error_each
-from autoplan.planner.export.pretraining import NEAREST, adamw_of, causal_fields, data_not_carried, is_tied
+from autoplan.planner.export.pretraining import NEAREST, NOT_CARRIED, adamw_of, causal_fields, data_not_carried
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import pick_table
 from autoplan.planner.plan.plan import Plan
-from autoplan.strategies.config import CHECKPOINT_EVERY, LEFT_BY_TOOLS, not_carried
+from autoplan.strategies.config import CHECKPOINT_EVERY, not_carried
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
 
 Flags = dict[str, str | int | float | bool]
 """By flag; True for one without a value."""
-
-NOT_CARRIED = (*LEFT_BY_TOOLS, "batch_norm", "threads", "allocator")
 
 BACKENDS = {"eager": "unfused", "sdpa": "auto", "sdpa_flash": "flash", "sdpa_cudnn": "fused"}
 """By value of attention, what --attention-backend says."""
@@ -134,7 +132,7 @@ def _sharding(plan: Plan, fields: dict[str, Any], not_carried: list[str]) -> Fla
     config = plan.config
     reasons = {
         "a pipeline": config.pp > 1,
-        "an output head that is the embedding": is_tied(fields),
+        "an output head that is the embedding": fields.get("tie_word_embeddings"),
         "fp16": config.precision == "fp16",
     }
     against = [reason for reason, holds in reasons.items() if holds]
@@ -289,7 +287,7 @@ def _common(fields: dict[str, Any]) -> dict[str, Any]:
         "--make-vocab-size-divisible-by": 1,
         "--init-method-std": fields["initializer_range"],
     }
-    return flags if is_tied(fields) else flags | {"--untie-embeddings-and-output-weights": True}
+    return flags if fields.get("tie_word_embeddings") else flags | {"--untie-embeddings-and-output-weights": True}
 
 
 def _gpt2(fields: dict[str, Any]) -> dict[str, Any]:
@@ -347,7 +345,7 @@ def _llama(fields: dict[str, Any], plan: Plan) -> dict[str, Any]:
         "--attention-dropout": fields.get("attention_dropout") or 0.0,
         "--hidden-dropout": 0.0,
     }
-    if kind not in ("qwen2",) and fields.get("attention_bias"):
+    if kind != "qwen2" and fields.get("attention_bias"):
         raise ExportError("attention with biases on its output too is not written for Megatron", hint=NEAREST)
     return flags | _rotary(fields)
 

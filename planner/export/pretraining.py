@@ -12,8 +12,12 @@ from autoplan.planner.export.companion import ADAMW, first_rates, last_part
 from autoplan.planner.export.pytorch import model_fields
 from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.analysis.training_facts import TrainingFacts
+from autoplan.strategies.config import LEFT_BY_TOOLS
 
 NEAREST = "Nearest targets: pytorch, lightning, fabric, transformers; or plan.prepare() under torchrun."
+
+NOT_CARRIED = (*LEFT_BY_TOOLS, "batch_norm", "threads", "allocator")
+"""Knobs that these tools do not have."""
 
 ADAMW_OPTIONS = ("lr", "betas", "eps", "weight_decay")
 """The options of AdamW that these tools take."""
@@ -45,11 +49,6 @@ def causal_fields(plan: Plan, tool: str) -> dict[str, Any]:
     return {key: value for key, value in whole.items() if key not in ("auto_map", "architectures")} | {
         "architectures": [str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(whole["model_type"]), ""))]
     }
-
-
-def is_tied(fields: dict[str, Any]) -> bool:
-    """Whether the output head is the embedding."""
-    return bool(fields.get("tie_word_embeddings"))
 
 
 def adamw_of(plan: Plan, tool: str) -> TrainingFacts:

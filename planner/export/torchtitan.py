@@ -26,15 +26,15 @@ from autoplan.planner.export.companion import parse_export
 from autoplan.planner.export.pretraining import (
     ADAMW_OPTIONS,
     NEAREST,
+    NOT_CARRIED,
     adamw_of,
     causal_fields,
     data_not_carried,
-    is_tied,
 )
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import installed_version, pick_table, version_line
 from autoplan.planner.plan.plan import Plan
-from autoplan.strategies.config import CUDAGRAPH_MODES, LEFT_BY_TOOLS, not_carried
+from autoplan.strategies.config import CUDAGRAPH_MODES, not_carried
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
@@ -50,8 +50,6 @@ FORMS = {"own": "foreach", "for_loop": "for-loop", "foreach": "foreach", "fused"
 
 CHECKPOINTING = {"none": None, "selective": "SelectiveAC"}
 """By value of checkpointing; any other is FullAC."""
-
-NOT_CARRIED = (*LEFT_BY_TOOLS, "batch_norm", "threads", "allocator")
 
 SECTIONS = {
     "training": "TrainingConfig",
@@ -109,7 +107,7 @@ def _refuse_model(fields: dict[str, Any], table: dict[str, Any]) -> None:
             f"torchtitan {table['written_for']} does not build models of type {kind}",
             hint=f"It builds {', '.join(table['models'])}. {NEAREST}",
         )
-    if is_tied(fields):
+    if fields.get("tie_word_embeddings"):
         raise ExportError(
             "the model's output head is its embedding (tie_word_embeddings), and torchtitan trains two: another model",
             hint=NEAREST,

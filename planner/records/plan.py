@@ -341,20 +341,16 @@ def _figures(plan: PlanRecord) -> Iterator[str]:
         yield f"measurement.peak_memory_bytes is {measured.peak_memory_bytes}; it is at least 0"
 
 
-def _configs(plan: PlanRecord) -> Iterator[tuple[str, TrainingConfig]]:
-    yield "config", plan.config
-    yield "baseline.config", plan.baseline.config
-    if plan.workload.own_setting is not None:
-        yield "workload.own_setting", plan.workload.own_setting
-    if plan.hand is not None:
-        yield "hand.config", plan.hand.config
-    for number, trial in enumerate(plan.evidence):
-        yield f"evidence.{number}.config", trial.config
-    for number, line in enumerate(plan.ledger):
-        if line.config is not None:
-            yield f"ledger.{number}.config", line.config
-    for number, alternative in enumerate(plan.alternatives):
-        yield f"alternatives.{number}.config", alternative.config
+def _configs(plan: PlanRecord) -> list[tuple[str, TrainingConfig]]:
+    found = {
+        "config": plan.config,
+        "baseline.config": plan.baseline.config,
+        "workload.own_setting": plan.workload.own_setting,
+        "hand.config": None if plan.hand is None else plan.hand.config,
+    }
+    for name in ("evidence", "ledger", "alternatives"):
+        found |= {f"{name}.{number}.config": one.config for number, one in enumerate(getattr(plan, name))}
+    return [(place, config) for place, config in found.items() if config is not None]
 
 
 def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:

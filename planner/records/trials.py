@@ -60,10 +60,8 @@ class PeakMemory(Record):
     @property
     def peak_bytes(self) -> int | None:
         """The figure that is compared with the limit: driver, else reserved, else resident."""
-        for value in (self.driver_bytes, self.reserved_bytes, self.resident_bytes):
-            if value is not None:
-                return value
-        return None
+        found = (self.driver_bytes, self.reserved_bytes, self.resident_bytes)
+        return next((value for value in found if value is not None), None)
 
 
 RECOMPILED = "torch.compile compiled again"
@@ -391,13 +389,11 @@ class Objective(Record):
 
     def describe(self) -> str:
         """The objective in words."""
-        match self.name:
-            case "throughput":
-                return "the highest throughput"
-            case "memory":
-                return f"the least memory at {self.floor:.0%} of the best throughput"
-            case "cost":
-                return "the least cost: the time of all ranks together"
+        return {
+            "throughput": "the highest throughput",
+            "memory": f"the least memory at {self.floor:.0%} of the best throughput",
+            "cost": "the least cost: the time of all ranks together",
+        }[self.name]
 
     def cost_per_million(self, items_per_s: float, ranks: int) -> float | None:
         """The cost of a million tokens (or samples); None: no price is given."""
