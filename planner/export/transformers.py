@@ -149,6 +149,10 @@ _TRL = [
 def training_arguments(plan: Plan, trained: TrainedParts) -> tuple[dict[str, Any], list[str]]:
     """The keyword arguments, and sentences on what they cannot express.
 
+    Args:
+        plan: The plan.
+        trained: What the workload trains with.
+
     Raises:
         ExportError: the plan uses tensor or pipeline parallelism, replicas of shards, fp16 on a CPU, or shards on a
             CPU, where accelerate, which the Trainer runs on, leaves FSDP off in silence.
