@@ -46,7 +46,11 @@ def read_document(path: Path) -> dict[str, Any]:
     text = _read_text(path)
     try:
         document = json.loads(
-            text, parse_constant=_refuse_constant, parse_int=_parse_int, object_pairs_hook=_refuse_repeated
+            text,
+            parse_constant=_refuse_constant,
+            parse_int=_parse_int,
+            parse_float=_parse_float,
+            object_pairs_hook=_refuse_repeated,
         )
     except RecursionError:
         raise _not_a_plan(path, f"it is nested more than {MAX_DEPTH} deep") from None
@@ -66,9 +70,12 @@ def read_document(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(document, dict):
         raise _not_a_plan(path, f"it holds {type(document).__name__}, not an object")
-    reason = _find_refused(document)
-    if reason is not None:
-        raise _not_a_plan(path, reason)
+    level: list[Any] = [document]
+    for _ in range(MAX_DEPTH):
+        level = [one for value in level for one in (value.values() if isinstance(value, dict) else value)]
+        level = [one for one in level if isinstance(one, dict | list)]
+    if level:
+        raise _not_a_plan(path, f"it is nested more than {MAX_DEPTH} deep")
     return document
 
 
@@ -83,7 +90,8 @@ def digests_of_document(document: Mapping[str, Any]) -> dict[str, str]:
         if section == "workload" and isinstance(value, dict):
             value = {key: item for key, item in value.items() if key not in _FREE_OF_WORKLOAD}
         if value is not None:
-            text = json.dumps(_same_numbers(value), sort_keys=True, separators=(",", ":"))
+            same_numbers = json.loads(json.dumps(value), parse_int=_float_if_exact)
+            text = json.dumps(same_numbers, sort_keys=True, separators=(",", ":"))
             found[section] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return found
 
@@ -171,6 +179,12 @@ def _parse_int(text: str) -> int:
     return int(text)
 
 
+def _parse_float(text: str) -> float:
+    if not math.isfinite(float(text)):  # 1e999
+        raise _ValueOfNoPlan("it has a number that is not finite; a plan's numbers are")
+    return float(text)
+
+
 def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
@@ -180,33 +194,9 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _find_refused(document: Any) -> str | None:
-    """Why a document is no plan's: too deep, or a number that is not finite (1e999); None: it may be one."""
-    level: list[Any] = [document]
-    for _ in range(MAX_DEPTH):
-        inner: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                inner += value.values()
-            elif isinstance(value, list):
-                inner += value
-            elif isinstance(value, float) and not math.isfinite(value):
-                return "it has a number that is not finite; a plan's numbers are"
-        level = inner
-        if not level:
-            return None
-    return f"it is nested more than {MAX_DEPTH} deep"
-
-
-def _same_numbers(value: Any) -> Any:
-    """The value with every number as a float, where that is exact: other programs write 1.0 as 1."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53:
-        return float(value)
-    if isinstance(value, list):
-        return [_same_numbers(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _same_numbers(item) for key, item in value.items()}
-    return value
+def _float_if_exact(text: str) -> float:
+    """A whole number as a float, where that is exact: other programs write 1.0 as 1."""
+    return float(text) if abs(int(text)) < 2**53 else int(text)
 
 
 def load_notes(path: Path, edited: tuple[str, ...] | None) -> tuple[str, ...]:
