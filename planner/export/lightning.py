@@ -8,7 +8,8 @@ plan.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import runpy
 from typing import TYPE_CHECKING, Any
 
 from autoplan.planner.export.base import Export, Target, same_or_error_each
@@ -213,11 +214,7 @@ def read_back_in_rank(context: RankContext, text: str, kind: Kind) -> dict[str, 
     os.chdir(context.directory)
     path = context.directory / "exported_module.py"
     path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("exported_module", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    given = module.trainer_arguments() if kind == "trainer" else module.fabric_arguments()
+    given = runpy.run_path(str(path))[f"{kind}_arguments"]()
     if given["accelerator"] == "cuda" and torch.cuda.device_count() < given["devices"]:
         given["accelerator"] = "cpu"
         if given.get("precision") == "16-mixed":  # which a Trainer on the CPU takes from a plugin alone
