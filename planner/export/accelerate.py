@@ -7,7 +7,7 @@ unknown keys of a section without a word.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -17,11 +17,8 @@ from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import installed_version, nest, pick_table, version_line, version_notes
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import refusal, refuse_fp16_on_cpu, refuse_model_parallelism
+from autoplan.processes import RankContext
 from autoplan.strategies.config import LEFT_BY_TOOLS
-
-if TYPE_CHECKING:
-    from autoplan.processes import RankContext
-
 
 PRECISIONS = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 """By value of the knob, accelerate's name; tf32 is a setting of torch besides."""

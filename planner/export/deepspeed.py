@@ -8,7 +8,7 @@ DeepSpeed takes unknown keys at the top level without a word.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export, Target, companion_name, same_or_error_each
@@ -24,9 +24,7 @@ from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import installed_version, nest, pick_table, version_line, version_notes
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import refuse_model_parallelism
-
-if TYPE_CHECKING:
-    from autoplan.processes import RankContext
+from autoplan.processes import RankContext
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 """The precisions that use autocast, and DeepSpeed's name of the dtype."""

@@ -19,16 +19,14 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export, Target, comment, provenance_lines, same_or_error, same_or_error_each
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.current import PLAN_VARIABLE, variables_for
 from autoplan.planner.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from autoplan.processes import RankContext
+from autoplan.processes import RankContext
 
 _CARRIED = re.compile(r"CUDA_DEVICE_MAX_CONNECTIONS|(TORCH_)?NCCL_[A-Z0-9_]+")
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

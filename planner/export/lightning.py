@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import runpy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoplan.planner.export.base import Export, Target, same_or_error_each
 from autoplan.planner.export.companion import (
@@ -26,9 +26,7 @@ from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import installed_version, version_line
 from autoplan.planner.plan.lightning_arguments import Kind, LightningArguments, drops_fused_step, lightning_arguments
 from autoplan.planner.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from autoplan.processes import RankContext
+from autoplan.processes import RankContext
 
 
 class LightningTarget(Target):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export, Target, comment, provenance_lines, same_or_error, same_or_error_each
@@ -19,10 +19,8 @@ from autoplan.planner.export.pretraining import NEAREST, NOT_CARRIED, adamw_of, 
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import pick_table
 from autoplan.planner.plan.plan import Plan
+from autoplan.processes import RankContext
 from autoplan.strategies.config import CHECKPOINT_EVERY, not_carried
-
-if TYPE_CHECKING:
-    from autoplan.processes import RankContext
 
 Flags = dict[str, str | int | float | bool]
 """By flag; True for one without a value."""

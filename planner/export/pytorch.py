@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from autoplan.errors import ConfigError, ExportError
 from autoplan.planner.export.base import Export, Target, comment, provenance_lines
@@ -22,11 +22,9 @@ from autoplan.planner.export.launch import rank_variables, torchrun_options
 from autoplan.planner.export.user_code import run_user_code
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import refusal
+from autoplan.processes import RankContext
 from autoplan.strategies.workloads.function_file import check_function
 from autoplan.strategies.workloads.spec import WorkloadSpec
-
-if TYPE_CHECKING:
-    from autoplan.processes import RankContext
 
 
 class PytorchTarget(Target):

@@ -7,7 +7,7 @@ lie on every node.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoplan.planner.export.base import CODING, Export, Target, comment, provenance_lines, same_or_error_each
 from autoplan.planner.export.companion import read_constants
@@ -16,9 +16,7 @@ from autoplan.planner.export.pytorch import PytorchTarget
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import installed_version
 from autoplan.planner.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from autoplan.processes import RankContext
+from autoplan.processes import RankContext
 
 WRITTEN_FOR = "2.60"
 """The version of Ray whose classes the values were read back with, and under which a plan was trained."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import (
@@ -34,10 +34,8 @@ from autoplan.planner.export.pretraining import (
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import installed_version, pick_table, version_line
 from autoplan.planner.plan.plan import Plan
+from autoplan.processes import RankContext
 from autoplan.strategies.config import CUDAGRAPH_MODES, not_carried
-
-if TYPE_CHECKING:
-    from autoplan.processes import RankContext
 
 SCHEDULES = {
     "gpipe": "GPipe",

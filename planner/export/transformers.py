@@ -11,7 +11,7 @@ environment variables) and compares every value.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export, Target, companion_name, same_or_error
@@ -37,10 +37,8 @@ from autoplan.planner.plan.trainer_arguments import (
     plan_values,
     refusal,
 )
+from autoplan.processes import RankContext
 from autoplan.strategies.analysis.training_facts import ScheduleFacts, TrainingFacts
-
-if TYPE_CHECKING:
-    from autoplan.processes import RankContext
 
 
 class TransformersTarget(Target):

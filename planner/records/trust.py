@@ -13,15 +13,13 @@ import re
 import shlex
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from autoplan.errors import PlanError, UsageError, WorkloadError
 from autoplan.files import is_private_file, make_private_folder, read_regular, replace_file
 from autoplan.planner.records.plan_file import one_line
 from autoplan.strategies.workloads.function_file import NAMED
-
-if TYPE_CHECKING:
-    from autoplan.strategies.workloads.spec import WorkloadSpec
+from autoplan.strategies.workloads.spec import WorkloadSpec
 
 TRAINING_CODE = ("code", "model")
 """The parts of a workload's digests without which another thing is trained."""
@@ -288,8 +286,6 @@ def _own_note(study: str) -> WorkloadSpec | None:
 
     A note that somebody else could have written is none.
     """
-    from autoplan.strategies.workloads.spec import WorkloadSpec
-
     if not re.fullmatch("[0-9a-f]{16}", study):
         return None  # not an identity: it would name a file elsewhere
     path = _note_of(study)
