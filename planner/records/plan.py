@@ -212,7 +212,7 @@ def broken_rules(plan: PlanRecord) -> list[str]:
     found = [*_sizes(plan)]
     if found:
         return found  # what follows divides by them
-    return [*_batch(plan), *_device(plan), *_parity(plan), *_options(plan), *_training(plan), *_figures(plan)]
+    return [*_batch(plan), *_device(plan), *_options(plan), *_training(plan), *_figures(plan)]
 
 
 def _sizes(plan: PlanRecord) -> Iterator[str]:
@@ -258,14 +258,6 @@ def _device(plan: PlanRecord) -> Iterator[str]:
     elif plan.device == "cuda" and here > len(devices):
         named = f"dp_replicate x dp_shard x tp x pp = {ranks} ranks" if nodes is None else f"{here} ranks on each node"
         yield f"{named}, and its hardware has {len(devices)} GPU(s)"
-
-
-def _parity(plan: PlanRecord) -> Iterator[str]:
-    parity = plan.parity
-    if parity.passed and parity.failures:
-        yield f"parity passed, and parity.failures says: {parity.failures[0]}"
-    if parity.tolerance < 0:
-        yield f"parity.tolerance is {parity.tolerance}; it is at least 0"
 
 
 def _options(plan: PlanRecord) -> Iterator[str]:
@@ -317,7 +309,12 @@ def _is_number(value: object) -> bool:
 
 
 def _figures(plan: PlanRecord) -> Iterator[str]:
-    """Every interval holds its median, and the plan's own figures are above 0."""
+    """Every interval holds its median, the plan's own figures are above 0, and those of its parity check agree."""
+    parity = plan.parity
+    if parity.passed and parity.failures:
+        yield f"parity passed, and parity.failures says: {parity.failures[0]}"
+    if parity.tolerance < 0:
+        yield f"parity.tolerance is {parity.tolerance}; it is at least 0"
     for place, value in _walk(plan, ""):
         if isinstance(value, Interval) and not value.low <= value.median * (1 + 1e-9) <= value.high * (1 + 2e-9):
             yield f"{place}: {value.median} is not between {value.low} and {value.high}"
