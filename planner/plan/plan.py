@@ -205,10 +205,9 @@ class Plan(PlanRecord):
             head=head,
             count=count,
         )
-        given: dict[str, Any] = {"device": device, "global_batch": global_batch, "workload": workload}
         plan = self.accepted(unverified_ok, changed_ok=changed_ok)
         with draws_kept(self):
-            return prepare_plan(plan, parts, **given)
+            return prepare_plan(plan, parts, device=device, global_batch=global_batch, workload=workload)
 
     def loader(
         self,
