@@ -9,6 +9,7 @@ autoplan. Both sides prove that they have the token before anything else is read
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import importlib
@@ -129,7 +130,12 @@ def encode(value: Any) -> Any:
     """
     if isinstance(value, Record):
         if type(value).__module__.partition(".")[0] == "autoplan":
-            _refuse_payload(value)
+            if getattr(getattr(value, "spec", value), "payload", None) is not None:
+                raise UsageError(
+                    "objects of a library call do not travel to other nodes: that would need pickle",
+                    hint="Name a function that makes them, file.py:function, in a file that each node has at the same "
+                    "path.",
+                )
             name = f"{type(value).__module__}:{type(value).__qualname__}"
             return {"record": name, "fields": value.model_dump(mode="json")}
     elif isinstance(value, (list, tuple)):
@@ -139,15 +145,6 @@ def encode(value: Any) -> Any:
     elif value is None or isinstance(value, (str, int, float, bool)):
         return value
     raise UsageError(f"a {type(value).__qualname__} cannot be sent to another node", hint="Use --model or --trainer.")
-
-
-def _refuse_payload(value: Record) -> None:
-    spec = getattr(value, "spec", value)
-    if getattr(spec, "payload", None) is not None:
-        raise UsageError(
-            "objects of a library call do not travel to other nodes: that would need pickle",
-            hint="Name a function that makes them, file.py:function, in a file that each node has at the same path.",
-        )
 
 
 def decode(value: Any) -> Any:
@@ -184,13 +181,11 @@ class Agent:
         self._ended = threading.Event()
 
     def serve(self) -> int:
-        """Runs what the planner asks for until it says goodbye or is gone; returns SENT_AWAY if that was a refusal."""
-        try:
-            return self._serve()
-        except _PlannerGoneError:
-            return 0
+        """Runs what the planner asks for until it says goodbye; returns SENT_AWAY if that was a refusal.
 
-    def _serve(self) -> int:
+        Raises:
+            _PlannerGoneError: it is gone.
+        """
         self._send({"kind": "hello", "host": platform.node(), "pid": os.getpid()})
         welcome, _ = self._read(None) or ({}, b"")
         threading.Thread(target=self._beat, daemon=True).start()
@@ -306,8 +301,9 @@ def serve(connection: socket.socket) -> int:
     sweep_folders()
     # Its zygote ends all that it started. With 0 torchrun would take it for done, and start nothing again.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with connection:
+    with connection, contextlib.suppress(_PlannerGoneError):
         return Agent(connection).serve()
+    return 0
 
 
 def main() -> int:

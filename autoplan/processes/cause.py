@@ -276,21 +276,24 @@ def limit_hit(report: ProcessReport, doing: str, functions: Mapping[str, str] | 
         functions: By phase, the function of the user's that runs in it, as a reader knows it: "make_batch(2, 0)".
     """
     function = (functions or {}).get(report.phase)
-    if report.ended is not Ended.MEMORY_LIMIT and _failed_on_device(report):
+    where = f" in {function}" if function else ""
+    error = None if report.first_failure is None else report.first_failure.error
+    polled = report.ended is Ended.MEMORY_LIMIT
+    if not polled and error is not None and error.is_a("OutOfMemoryError"):  # torch's own, where a device's ran out
         return LimitHit(
             kind="memory",
-            text=f"{doing} ran out of the device's memory{_in(function)}",
+            text=f"{doing} ran out of the device's memory{where}",
             hint="End what else holds memory there (on NVIDIA, nvidia-smi lists it), or take a device with more; "
             f"or make {function or 'the function'} take less.",
         )
-    if report.ended is Ended.MEMORY_LIMIT or _failed_allocation(report):
+    if polled or (error is not None and is_out_of_memory(error)):  # or at the hard limit that stands behind that one
         limit_bytes = report.memory_limit_bytes or 0
-        used = f"used {_size(report.peak_memory_bytes)} of host memory"
-        if report.ended is not Ended.MEMORY_LIMIT:
-            used = "asked for more host memory than there is for it"
+        used = "asked for more host memory than there is for it"
+        if polled:
+            used = f"used {report.peak_memory_bytes / 2**30:.2f} GiB of host memory"
         return LimitHit(
             kind="memory",
-            text=f"{doing} {used}{_in(function)}; the limit is {_size(limit_bytes)}",
+            text=f"{doing} {used}{where}; the limit is {limit_bytes / 2**30:.2f} GiB",
             hint=f"Raise the limit, for example --memory-limit {math.ceil(2 * limit_bytes / 2**20)}MiB, if the machine "
             f"has it; or make {function or 'the function'} take less.",
         )
@@ -299,19 +302,11 @@ def limit_hit(report: ProcessReport, doing: str, functions: Mapping[str, str] | 
         seconds = report.phase_deadline_s or report.seconds
         return LimitHit(
             kind="time",
-            text=f"{doing} was ended after {seconds:.0f} s{_in(function)}" + (f" ({place})" if place else ""),
+            text=f"{doing} was ended after {seconds:.0f} s{where}" + (f" ({place})" if place else ""),
             hint=f"Give it more time with a larger --budget. If {function or 'it'} never returns, run it by itself in "
             "Python.",
         )
     return None
-
-
-def _in(function: str | None) -> str:
-    return f" in {function}" if function else ""
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"
 
 
 def is_out_of_memory(error: ErrorReport | BaseException) -> bool:
@@ -323,18 +318,6 @@ def is_out_of_memory(error: ErrorReport | BaseException) -> bool:
     if {name.rpartition(".")[2] for name in names} & {"MemoryError", "OutOfMemoryError"}:
         return True
     return any(text in message for text in _OUT_OF_MEMORY_TEXTS)
-
-
-def _failed_allocation(report: ProcessReport) -> bool:
-    """Whether a rank failed at the hard limit that stands behind the polled one."""
-    failure = report.first_failure
-    return failure is not None and failure.error is not None and is_out_of_memory(failure.error)
-
-
-def _failed_on_device(report: ProcessReport) -> bool:
-    """Whether the memory that a rank lacked was a device's: torch has an exception type for that."""
-    failure = report.first_failure
-    return failure is not None and failure.error is not None and failure.error.is_a("OutOfMemoryError")
 
 
 def hanging_frame(report: ProcessReport) -> str | None:

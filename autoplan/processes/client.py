@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from autoplan.errors import UsageError
 from autoplan.processes import linux
 from autoplan.processes.compile_cache import cache_variables
 from autoplan.processes.files import clear_rank_files, cut_output, read_end
@@ -68,12 +69,13 @@ class Zygote:
         self._preload = list(preload)
         self._env = dict(env or {})
         self._process: subprocess.Popen[bytes] | None = None  # the guard, which ends when the zygote has
-        self._pid: int | None = None
         self._connection: socket.socket | None = None
         self._reader: FrameReader | None = None
         self._output: IO[bytes] | None = None
         self._marker = ""
         self._busy = threading.Lock()
+        self.pid: int | None = None
+        """Of the zygote; None if it was not started or is closed."""
         self.layout = ""
         """NODESxRANKS where its tasks run on several nodes (nodes.py)."""
         self.preload_errors: dict[str, str] = {}
@@ -91,11 +93,6 @@ class Zygote:
     def alive(self) -> bool:
         """Whether the zygote runs."""
         return self._process is not None and self._process.poll() is None
-
-    @property
-    def pid(self) -> int | None:
-        """The zygote's pid; None if it was not started or is closed."""
-        return self._pid
 
     def start(self) -> None:
         """Starts the process and waits for its imports; does nothing if it runs.
@@ -121,7 +118,7 @@ class Zygote:
             left_out[initializer] = "it initialises CUDA while it is imported, so each rank imports it by itself"
             del self._preload[self._preload.index(initializer) :]
             ready = self._begin(began_at)
-        self._pid, self.preload_errors = ready["pid"], ready["preload_errors"] | left_out
+        self.pid, self.preload_errors = ready["pid"], ready["preload_errors"] | left_out
 
     def load(self, modules: Sequence[str]) -> None:
         """Has further modules imported before the next task: what the tasks before had no use for.
@@ -357,7 +354,7 @@ class Zygote:
             self._connection.close()
         if self._output is not None:
             self._output.close()
-        self._process = self._connection = self._reader = self._output = self._pid = None
+        self._process = self._connection = self._reader = self._output = self.pid = None
         return swept
 
 
@@ -367,8 +364,6 @@ class _Gone(Exception):
 
 def _pickle_payload(task: Task) -> bytes:
     import cloudpickle
-
-    from autoplan.errors import UsageError
 
     target = None if isinstance(task.target, str) else task.target
     try:

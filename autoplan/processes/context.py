@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoplan.processes import linux
 from autoplan.processes.files import rank_file, write_json
-from autoplan.processes.task import FIRST_PHASE, Placement
+from autoplan.processes.task import FIRST_PHASE, Request
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -17,48 +17,56 @@ if TYPE_CHECKING:
 _LEAVE_WAIT_S = 10.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSpec:
+    """What a rank gets from the supervisor, apart from the payload. `rank` is its number on this node."""
+
+    request: Request
+    rank: int
+    zygote_pid: int
+    store_port: int
+    listen_fd: int | None
+    data_limit_bytes: int | None
+
+    @property
+    def world_size(self) -> int:
+        """Of independent processes each is alone."""
+        if self.request.placement is not None:
+            return self.request.placement.world_size
+        return 1 if self.request.independent else self.request.ranks
+
+    @property
+    def global_rank(self) -> int:
+        """Its number among the ranks of all nodes."""
+        return self.rank + (0 if self.request.placement is None else self.request.placement.first_rank)
+
+    def file(self, kind: str) -> Path:
+        """One of the rank's files."""
+        return rank_file(Path(self.request.directory), self.rank, kind)
+
+
 class RankContext:
     """The first argument of every target."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        local_rank: int,
-        world_size: int,
-        directory: Path,
-        store_port: int,
-        listen_fd: int | None,
-        requested_at: float,
-        placement: Placement | None = None,
-    ) -> None:
-        self.rank = rank
-        self.local_rank = min(local_rank, world_size - 1)  # of independent processes each is alone on its devices
-        self.world_size = world_size
-        self.directory = directory
-        self.master_addr = "127.0.0.1" if placement is None else placement.master_addr
-        self.store_port = self.master_port = store_port
+    def __init__(self, spec: RankSpec) -> None:
+        place = spec.request.placement
+        self._spec = spec
+        self.rank = spec.global_rank
+        self.world_size = spec.world_size
+        self.local_rank = min(spec.rank, self.world_size - 1)  # of independent processes each is alone on its devices
+        self.directory = Path(spec.request.directory)
+        self.master_addr = "127.0.0.1" if place is None else place.master_addr
+        self.master_port = spec.store_port
         """Bound and listening since before the first rank was started, so no other process can take it."""
-        self._interface = None if placement is None else linux.interface_of(placement.local_addr)
-        self._number = local_rank
-        self._listen_fd = listen_fd
-        self.requested_at = requested_at
+        self._interface = None if place is None else interface_of(place.local_addr)
+        self.requested_at = spec.request.requested_at
         """CLOCK_MONOTONIC when the planner asked for it: no other run of the task has the same."""
+        self.reported = False
+        """Whether `report` was called."""
         self._store: Store | None = None
-        self._reported = False
         self._started_at: float | None = None
         self._phases: list[tuple[str, float]] = [(FIRST_PHASE, time.monotonic())]
         self._facts: dict[str, Any] = {}
-
-    @property
-    def seconds_since_request(self) -> float:
-        """Seconds since the planner called `Zygote.run` (CLOCK_MONOTONIC is one clock for all processes)."""
-        return time.monotonic() - self.requested_at
-
-    @property
-    def reported(self) -> bool:
-        """Whether `report` was called."""
-        return self._reported
 
     def phase(self, name: str) -> None:
         """Starts a phase; its deadline counts from here."""
@@ -76,8 +84,8 @@ class RankContext:
         Args:
             result: Anything JSON can hold, or a pydantic model.
         """
-        write_json(rank_file(self.directory, self._number, "result.json"), {"result": result})
-        self._reported = True
+        write_json(self._spec.file("result.json"), {"result": result})
+        self.reported = True
 
     def init_process_group(self, backend: str, timeout_s: float) -> None:
         """Joins all ranks of the task in torch.distributed's default group.
@@ -117,15 +125,15 @@ class RankContext:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may resolve to nothing
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
             self.master_addr,
-            self.store_port,
+            self.master_port,
             self.world_size,
             is_master=self.rank == 0,
             timeout=timeout,
             wait_for_workers=False,
-            master_listen_fd=self._listen_fd,
+            master_listen_fd=self._spec.listen_fd,
         )
         os.environ["MASTER_ADDR"] = self.master_addr
-        os.environ["MASTER_PORT"] = str(self.store_port)
+        os.environ["MASTER_PORT"] = str(self.master_port)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         return self._store
 
@@ -149,10 +157,15 @@ class RankContext:
             pass  # a rank that ended another way: the supervisor sees it
 
     def _write_heartbeat(self) -> None:
-        beat = {
-            "pid": os.getpid(),
-            "started_at": self._started_at,
-            "phases": self._phases,
-            "facts": self._facts,
-        }
-        write_json(rank_file(self.directory, self._number, "heartbeat.json"), beat)
+        beat = {"pid": os.getpid(), "started_at": self._started_at, "phases": self._phases, "facts": self._facts}
+        write_json(self._spec.file("heartbeat.json"), beat)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address, as collectives want it named; None if none has it."""
+    import psutil
+
+    if address.startswith("127."):
+        return "lo"
+    names = psutil.net_if_addrs().items()
+    return next((name for name, having in names if any(one.address == address for one in having)), None)

@@ -179,8 +179,8 @@ class Elastic:
         command = [sys.executable, "-P", "-c", _STORE]
         done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["(nothing)"])[-1]
-            raise DeviceError(f"the store of torchrun at {self._host}:{self._port} cannot be used: {last}")
+            why = _last_line(done.stderr)
+            raise DeviceError(f"the store of torchrun at {self._host}:{self._port} cannot be used: {why}")
         return done.stdout
 
 
@@ -232,8 +232,16 @@ class Slurm:
             )
 
     def close(self) -> None:
-        """Ends the steps that have not ended by themselves."""
-        _end(list(self._running.values()))
+        """SIGTERM to the steps that do not end by themselves within some seconds, then SIGKILL."""
+        give_up_at = time.monotonic() + 10.0
+        while any(step.poll() is None for step in self._running.values()) and time.monotonic() < give_up_at:
+            time.sleep(0.05)
+        for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+            for step in self._running.values():
+                if step.poll() is None:
+                    end(step)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        step.wait(5.0)
         self._running.clear()
 
     def leave(self, *, ok: bool) -> None:
@@ -450,7 +458,7 @@ class Ray:
         """
         if not wanted.agents:
             return
-        for index in [index for index, end in self._ends.items() if self._is_done(end)]:
+        for index in [index for index, end in self._ends.items() if self._ray.wait([end], timeout=0)[0]]:
             self._take_end(index, wanted)
         if self._left_at is not None and not _is_early(self._left_at):
             self._check_left(wanted.agents)
@@ -459,7 +467,7 @@ class Ray:
         if self._group is None:
             self._reserve(wanted)
         for index in range(wanted.agents):
-            if index not in self._ends and not self._is_waiting(index):
+            if index not in self._ends and not _is_early(self._started_at.get(index)):
                 self._start_in(index, wanted)
 
     def _reserve(self, wanted: Wanted) -> None:
@@ -469,7 +477,7 @@ class Ray:
             DeviceError: it has not, in time.
         """
         bundle = {"CPU": 1} | ({"GPU": self._gpus} if self._gpus else {})
-        excluded = ",".join(sorted({self._own(), *self._useless}))
+        excluded = ",".join(sorted(self._excluded()))
         self._group = self._ray.util.placement_group(
             [bundle] * wanted.agents,
             strategy="STRICT_SPREAD",
@@ -494,13 +502,13 @@ class Ray:
         free = _resources(self._ray.available_resources())
         return f"the cluster has, besides this node, {kinds}; free in all of it: {free}"
 
-    def _own(self) -> str:
-        """The planner's own node."""
-        return str(self._ray.get_runtime_context().get_node_id())
+    def _excluded(self) -> set[str]:
+        """The planner's own node, and those that are of no use."""
+        return {str(self._ray.get_runtime_context().get_node_id()), *self._useless}
 
     def _others(self) -> list[dict[str, Any]]:
         """The living nodes that may be given."""
-        excluded = {self._own(), *self._useless}
+        excluded = self._excluded()
         return [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in excluded]
 
     def _check_left(self, needed: int) -> None:
@@ -515,10 +523,6 @@ class Ray:
                 hint="Each node needs the same hardware and the same versions.",
             )
 
-    def _is_waiting(self, index: int) -> bool:
-        """Whether the bundle's agent ended too soon after its start to be started again now."""
-        return index in self._started_at and _is_early(self._started_at[index])
-
     def _start_in(self, index: int, wanted: Wanted) -> None:
         """Starts the actor of a bundle, and the agent in it; Ray has them wait while a lost bundle has no node."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -530,17 +534,14 @@ class Ray:
         threads = os.environ.get(THREADS_VARIABLE)
         self._ends[index] = self._actors[index].serve.remote(wanted.planner, wanted.token, threads)
 
-    def _is_done(self, end: Any) -> bool:
-        """Whether an agent has ended, well or not."""
-        return bool(self._ray.wait([end], timeout=0)[0])
-
     def _take_end(self, index: int, wanted: Wanted) -> None:
         """Ends the actor of an agent that has ended, and notes a node that is of no use."""
         try:
             code, node, said = self._ray.get(self._ends[index])
             why = f"exit code {code}: {_last_line(said)}"
         except self._ray.exceptions.RayError as error:  # the actor, or its node, has ended; or no actor can start there
-            code, node, why = None, self._node_of(index), _last_line(str(error))
+            places = self._ray.util.placement_group_table(self._group).get("bundles_to_node_id", {})
+            code, node, why = None, str(places.get(index) or ""), _last_line(str(error))  # "": it has no node now
         if node in self._useless:  # it stays in _ends, so that no agent is started there again
             return
         if code == agent.SENT_AWAY or self._is_short_again(index, node, why, wanted):
@@ -549,11 +550,6 @@ class Ray:
         else:
             self._ray.kill(self._actors.pop(index))
             self._ends.pop(index)
-
-    def _node_of(self, index: int) -> str:
-        """The node of a bundle; empty: it has none now."""
-        places = self._ray.util.placement_group_table(self._group).get("bundles_to_node_id", {})
-        return str(places.get(index) or "")
 
     def _is_short_again(self, index: int, node: str, why: str, wanted: Wanted) -> bool:
         """Counts an agent that has ended; whether the last ones on its node all ended soon after their start."""
@@ -641,68 +637,40 @@ def is_outside(launcher: str) -> bool:
     return launcher == "slurm" and "SLURM_JOB_ID" not in os.environ
 
 
-def _open_slurm(gpus_per_node: int = 0) -> Engine:
-    return SlurmJob(gpus_per_node) if is_outside("slurm") else Slurm(gpus_per_node)
-
-
-ENGINES: dict[str, Callable[..., Engine]] = {"elastic": Elastic, "slurm": _open_slurm, "ray": Ray}
+ENGINES: dict[str, Callable[[int], Engine]] = {
+    "elastic": Elastic,
+    "slurm": lambda gpus_per_node: SlurmJob(gpus_per_node) if is_outside("slurm") else Slurm(gpus_per_node),
+    "ray": Ray,
+}
 """By their names in --launcher. Each is made with the number of GPUs on a node."""
 
 
-def open_engine(launcher: str, gpus_per_node: int) -> Engine | None:
-    """What starts agents on the other nodes; None: all runs on this machine.
+def with_engine(launcher: str, gpus_per_node: int, work: Callable[[Engine], R], is_ok: Callable[[R], bool]) -> R:
+    """Does some work with what starts agents on the other nodes, and tells these how it ended.
 
     Args:
-        launcher: local, or one of ENGINES.
+        launcher: One of ENGINES.
         gpus_per_node: That an agent needs.
-
-    Raises:
-        SystemExit: torchrun started this process as an agent, and what it was for has ended.
-        AutoplanError: the engine is not installed, or this is no place where it can be used.
-    """
-    if launcher == "local":
-        return None
-    engine = ENGINES[launcher](gpus_per_node)
-    if isinstance(engine, Elastic) and not engine.first:
-        raise SystemExit(engine.serve())
-    return engine
-
-
-def with_engine(launcher: str, gpus_per_node: int, work: Callable[[Engine | None], R], is_ok: Callable[[R], bool]) -> R:
-    """Does some work with what starts agents, and tells these how it ended.
-
-    Args:
-        launcher, gpus_per_node: As `open_engine` takes them.
         work: Is given the engine.
         is_ok: Whether its result is a good end, after which torchrun starts nothing again.
 
     Raises:
-        SystemExit, AutoplanError: as `open_engine`, or as the work does.
+        SystemExit: torchrun started this process as an agent, and what it was for has ended.
+        AutoplanError: the engine is not installed, or this is no place where it can be used; or as the work does.
     """
-    engine, ok = open_engine(launcher, gpus_per_node), False
+    engine, ok = ENGINES[launcher](gpus_per_node), False
+    if isinstance(engine, Elastic) and not engine.first:
+        raise SystemExit(engine.serve())
     try:
         result = work(engine)
         ok = is_ok(result)
         return result
     finally:
-        if engine is not None:
-            # of a bad end the cause is what the user is to see
-            with contextlib.nullcontext() if ok else contextlib.suppress(AutoplanError):
-                engine.leave(ok=ok)
+        # of a bad end the cause is what the user is to see
+        with contextlib.nullcontext() if ok else contextlib.suppress(AutoplanError):
+            engine.leave(ok=ok)
 
 
-def _is_early(started_at: float) -> bool:
-    return time.monotonic() < started_at + AGAIN_S
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM to those that do not end by themselves within some seconds, then SIGKILL."""
-    give_up_at = time.monotonic() + 10.0
-    while any(process.poll() is None for process in processes) and time.monotonic() < give_up_at:
-        time.sleep(0.05)
-    for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
-        for process in processes:
-            if process.poll() is None:
-                end(process)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(5.0)
+def _is_early(started_at: float | None) -> bool:
+    """Whether what was started then is not to be started again yet; None: it never was."""
+    return started_at is not None and time.monotonic() < started_at + AGAIN_S

@@ -22,8 +22,8 @@ _ZYGOTE_GRACE_S = 15.0  # for the zygote to end its ranks and itself, once the p
 _SWEEP_S = 10.0
 
 
-class _Terminated(Exception):
-    """The owner asks for the end."""
+class Terminated(BaseException):
+    """The owner asks for the end, by SIGTERM."""
 
 
 def fork_guarded(owner_pidfd: int | None, connection_fd: int, *, grace_s: float = _ZYGOTE_GRACE_S) -> None:
@@ -36,7 +36,7 @@ def fork_guarded(owner_pidfd: int | None, connection_fd: int, *, grace_s: float 
         grace_s: For the child to end itself, once the owner is gone.
     """
     linux.become_subreaper()
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGTERM, end_on_sigterm)
     guard_pid = os.getpid()
     child_pid = os.fork()
     if child_pid == 0:
@@ -53,7 +53,7 @@ def _guard(child_pid: int, owner_pidfd: int | None, grace_s: float) -> NoReturn:
     exit_code = 1
     try:
         exit_code = _await_child(child_pid, owner_pidfd, grace_s)
-    except _Terminated:
+    except Terminated:
         linux.signal_quietly(child_pid, signal.SIGKILL)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -96,5 +96,6 @@ def _sweep() -> None:
         time.sleep(0.01)
 
 
-def _on_sigterm(number: int, frame: object) -> NoReturn:
-    raise _Terminated
+def end_on_sigterm(number: int, frame: object) -> NoReturn:
+    """Handles the signal."""
+    raise Terminated

@@ -12,6 +12,7 @@ itself would drop their exit codes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -22,9 +23,9 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from autoplan.processes import linux
 from autoplan.processes.guard import fork_guarded
@@ -63,9 +64,8 @@ def run_ranks(arguments: Sequence[str], *, ranks: int, env: Mapping[str, str]) -
     ours, theirs = socket.socketpair()
     code = _BOOTSTRAP.format(path=[str(entry) for entry in sys.path], fd=theirs.fileno(), pid=os.getpid())
     process = None
-    forwarder = _Forwarder(ours)
     try:
-        with forwarder:
+        with _forwarding(ours):
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code, str(ranks), logs, *arguments],
                 env={**os.environ, **env},
@@ -82,27 +82,21 @@ def run_ranks(arguments: Sequence[str], *, ranks: int, env: Mapping[str, str]) -
         shutil.rmtree(logs, ignore_errors=True)
 
 
-class _Forwarder:
+@contextlib.contextmanager
+def _forwarding(connection: socket.socket) -> Iterator[None]:
     """Sends the signals that come to us on to the launcher; those that are ignored stay so."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._before: dict[int, Any] = {}
+    def forward(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):  # it has just ended
+            connection.send(bytes([number]))
 
-    def __enter__(self) -> None:
-        for number in FORWARDED:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._forward)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+    heard = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        try:
-            self._connection.send(bytes([number]))
-        except OSError:
-            pass  # it has just ended
 
 
 def main(connection_fd: int, owner_pid: int) -> NoReturn:

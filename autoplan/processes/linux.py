@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
-import resource
 import select
 import signal
-import socket
-import struct
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,9 +17,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 # <linux/falloc.h>
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
-
-# <linux/sockios.h>
-_SIOCGIFADDR = 0x8915
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -55,14 +48,6 @@ def die_with_parent(parent_pid: int) -> bool:
     return os.getppid() == parent_pid
 
 
-def raise_oom_score() -> None:
-    """Makes the kernel's OOM killer take this process before the planner (range -1000 to 1000)."""
-    try:
-        Path("/proc/self/oom_score_adj").write_text("900")
-    except OSError:
-        pass  # a sandbox without the file: the polled limit still applies
-
-
 def punch_hole(fd: int, length_bytes: int) -> None:
     """Frees the disk of the beginning of a file, which then reads as zeros; its length stays (fallocate(2))."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -70,13 +55,6 @@ def punch_hole(fd: int, length_bytes: int) -> None:
     if libc.fallocate(fd, mode, ctypes.c_int64(0), ctypes.c_int64(length_bytes)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"fallocate({length_bytes}): {os.strerror(number)}")
-
-
-def limit_data_bytes(limit_bytes: int) -> None:
-    """Sets RLIMIT_DATA: private writable memory of one process, counted as it is mapped, not as it is touched."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def open_pidfd(pid: int) -> int | None:
@@ -248,18 +226,3 @@ def signal_quietly(pid: int, number: int, *, group: bool = False) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has an IPv4 address, as collectives want it named; None if none has it."""
-    if address.startswith("127."):
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:  # netdevice(7): the name, and 16 bytes later the address
-                found = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return None

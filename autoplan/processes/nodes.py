@@ -374,12 +374,8 @@ class _Watch:
         self.stopped = self.by_caller = False
 
     def look(self, progress: Progress) -> None:
-        for agent in self._agents:
-            agent.look(0)
-        if self._failed_at is None and any(agent.failed for agent in self._agents):
-            self._failed_at = time.monotonic()
-        # The ranks here fail by themselves then, and say how; those that hang are ended.
-        if self._failed_at is not None and time.monotonic() - self._failed_at > EFFECT_WITHIN_S:
+        # Where another node's ranks fail, those here fail by themselves, and say how; those that hang are ended.
+        if self._have_failed(0):
             self.stopped = True
             raise StopTask
         if self._on_progress is not None:
@@ -399,15 +395,19 @@ class _Watch:
         if failing:
             self._failed_at = time.monotonic()
         while not self.stopped and any(agent.busy for agent in self._agents):
-            for agent in self._agents:
-                agent.look(LOOK_S / len(self._agents))
-            if self._failed_at is None and any(agent.failed for agent in self._agents):
-                self._failed_at = time.monotonic()
-            if self._failed_at is not None and time.monotonic() - self._failed_at > EFFECT_WITHIN_S:
+            if self._have_failed(LOOK_S / len(self._agents)):
                 return
             if lead is not None and (progress := lead.take_progress()) is not None:
                 with contextlib.suppress(StopTask):
                     self.look(progress)
+
+    def _have_failed(self, timeout_s: float) -> bool:
+        """Looks at each agent, for so long; whether some have failed, and the others had a moment to fail by that."""
+        for agent in self._agents:
+            agent.look(timeout_s)
+        if self._failed_at is None and any(agent.failed for agent in self._agents):
+            self._failed_at = time.monotonic()
+        return self._failed_at is not None and time.monotonic() - self._failed_at > EFFECT_WITHIN_S
 
 
 class AgentLink:
@@ -569,24 +569,20 @@ def _joined(
     alone = ended in (Ended.NODE_LOST, Ended.CANCELLED, Ended.NOT_STARTED)
     failed = None if alone or lead.failed_rank is None else first + lead.failed_rank
     starts = [part.startup_s for _, part in parts]
-    return ProcessReport(
-        ended=ended,
-        phase=lead.phase,
-        phase_deadline_s=lead.phase_deadline_s if ended is Ended.DEADLINE else None,
-        failed_rank=failed,
-        ranks=tuple(ranks[rank] for rank in range(task.ranks)),
-        seconds=time.monotonic() - requested_at,
-        startup_s=None if None in starts or missing else max(start for start in starts if start is not None),
-        peak_memory_bytes=lead.peak_memory_bytes
-        if ended is Ended.MEMORY_LIMIT
-        else sum(part.peak_memory_bytes for _, part in parts),
-        memory_limit_bytes=task.memory_limit_bytes,
-        data_limit_bytes=lead.data_limit_bytes,
-        kernel_oom_kills=lead.kernel_oom_kills,
-        swept=sum(part.swept for _, part in parts),
-        left_behind=sum(part.left_behind for _, part in parts),
-        phase_seconds=lead.phase_seconds,
-        trouble=trouble,
+    peaks = [lead.peak_memory_bytes] if ended is Ended.MEMORY_LIMIT else [part.peak_memory_bytes for _, part in parts]
+    return lead.model_copy(
+        update={
+            "ended": ended,
+            "phase_deadline_s": lead.phase_deadline_s if ended is Ended.DEADLINE else None,
+            "failed_rank": failed,
+            "ranks": tuple(ranks[rank] for rank in range(task.ranks)),
+            "seconds": time.monotonic() - requested_at,
+            "startup_s": None if None in starts or missing else max(start for start in starts if start is not None),
+            "peak_memory_bytes": sum(peaks),
+            "swept": sum(part.swept for _, part in parts),
+            "left_behind": sum(part.left_behind for _, part in parts),
+            "trouble": trouble,
+        }
     )
 
 

@@ -13,42 +13,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from autoplan.processes import linux
-from autoplan.processes.context import RankContext
-from autoplan.processes.files import rank_file, write_json
-from autoplan.processes.task import Request
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankSpec:
-    """What a rank gets from the supervisor, apart from the payload. `rank` is its number on this node."""
-
-    request: Request
-    rank: int
-    zygote_pid: int
-    store_port: int
-    listen_fd: int | None
-    data_limit_bytes: int | None
-
-    @property
-    def world_size(self) -> int:
-        """Of independent processes each is alone."""
-        if self.request.placement is not None:
-            return self.request.placement.world_size
-        return 1 if self.request.independent else self.request.ranks
-
-    @property
-    def global_rank(self) -> int:
-        """Its number among the ranks of all nodes."""
-        return self.rank + (0 if self.request.placement is None else self.request.placement.first_rank)
-
-    def file(self, kind: str) -> Path:
-        """One of the rank's files."""
-        return rank_file(Path(self.request.directory), self.rank, kind)
+from autoplan.processes.context import RankContext, RankSpec
+from autoplan.processes.files import write_json
 
 
 def run_forked(spec: RankSpec, payload: bytes, inherited_fds: list[int]) -> NoReturn:
@@ -79,10 +49,14 @@ def _detach(spec: RankSpec, inherited_fds: list[int]) -> None:
     _redirect(0, os.devnull, os.O_RDONLY)
     _redirect(1, spec.file("stdout"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     _redirect(2, spec.file("stderr"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    linux.raise_oom_score()
+    # The kernel's OOM killer takes it before the planner. In a sandbox without the file the polled limit still applies.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("900")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    if spec.data_limit_bytes is not None:
-        linux.limit_data_bytes(spec.data_limit_bytes)
+    if spec.data_limit_bytes is not None:  # private writable memory, counted as it is mapped, not as it is touched
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        limit = spec.data_limit_bytes if hard == resource.RLIM_INFINITY else min(spec.data_limit_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     os.chdir(spec.request.cwd)
 
 
@@ -124,16 +98,7 @@ def _call_target(spec: RankSpec, payload: bytes) -> int:
     sys.argv = ["autoplan-rank"]
     os.environ.update(_rank_env(spec))
     _reopen_streams()
-    context = RankContext(
-        rank=spec.global_rank,
-        local_rank=spec.rank,
-        world_size=spec.world_size,
-        directory=Path(request.directory),
-        store_port=spec.store_port,
-        listen_fd=spec.listen_fd,
-        requested_at=request.requested_at,
-        placement=request.placement,
-    )
+    context = RankContext(spec)
     try:
         target, args = _load_target(request.target, payload)
         context.mark_started()

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.processes import linux
+from autoplan.processes.context import RankSpec
 from autoplan.processes.files import drop_early_output, rank_file, read_json
 from autoplan.processes.memory import MemoryWatch, data_limit_bytes
-from autoplan.processes.rank import RankSpec, run_forked
+from autoplan.processes.rank import run_forked
 from autoplan.processes.report import Ended
 from autoplan.processes.task import ANY_PHASE, FIRST_PHASE, Request
 
@@ -74,8 +75,8 @@ class Supervisor:
         request: What `Zygote.run` sent.
         payload: The pickled target and arguments.
         is_cancelled: Asks the planner: True if the task is to be cancelled.
-        watched_fds: Descriptors whose readiness is a reason to call `is_cancelled` at once.
-        inherited_fds: Descriptors of the zygote that no rank may keep.
+        planner_fds: Descriptors of the zygote whose readiness is a reason to call `is_cancelled` at once, and which no
+            rank may keep.
         send_progress: Takes a message for the planner.
     """
 
@@ -85,15 +86,13 @@ class Supervisor:
         payload: bytes,
         *,
         is_cancelled: Callable[[], bool],
-        watched_fds: list[int],
-        inherited_fds: list[int],
+        planner_fds: list[int],
         send_progress: Callable[[dict[str, Any]], None],
     ) -> None:
         self._request = request
         self._payload = payload
         self._is_cancelled = is_cancelled
-        self._watched_fds = watched_fds
-        self._inherited_fds = inherited_fds
+        self._planner_fds = planner_fds
         self._send_progress = send_progress
         self._directory = Path(request.directory)
         self._memory = MemoryWatch(os.getpid(), request.memory_limit_bytes)
@@ -171,7 +170,7 @@ class Supervisor:
         forked_at = time.monotonic()
         pid = os.fork()
         if pid == 0:
-            run_forked(spec, self._payload, [*self._inherited_fds, *own_fds, listener_fd])
+            run_forked(spec, self._payload, [*self._planner_fds, *own_fds, listener_fd])
         try:
             os.setpgid(pid, pid)  # the rank does it too, and either may be first
         except OSError:
@@ -183,15 +182,15 @@ class Supervisor:
     def _watch(self) -> Verdict:
         while True:
             young = time.monotonic() - self._began_at < _FAST_FOR_S
-            self._wait(_FAST_TICK_S if young or self._memory.near_limit else _SLOW_TICK_S, self._watched_fds)
+            self._wait(_FAST_TICK_S if young or self._memory.near_limit else _SLOW_TICK_S, self._planner_fds)
             if self._is_cancelled():
                 return Verdict(ended=Ended.CANCELLED)
             self._reap()
             for state in self._ranks:
                 self._read_heartbeat(state)
             over_limit = self._memory.poll()
-            if (verdict := self._failure()) is not None:
-                return verdict
+            if failed := [state for state in self._ranks if state.failed]:
+                return Verdict(ended=Ended.RANK_FAILED, failed_rank=min(failed, key=self._failed_at).rank)
             if all(state.ended_at is not None for state in self._ranks):
                 return Verdict(ended=Ended.FINISHED)
             if (verdict := self._overdue()) is not None:
@@ -202,10 +201,10 @@ class Supervisor:
             self._send_progress_if_due()
             self._limit_output()
 
-    def _wait(self, timeout_s: float, watched_fds: Sequence[int] = ()) -> None:
+    def _wait(self, timeout_s: float, planner_fds: Sequence[int] = ()) -> None:
         """Sleeps until the time is over, a rank ends, or one of the descriptors is ready."""
         poller = select.poll()
-        for fd in (*watched_fds, *(state.pidfd for state in self._ranks)):
+        for fd in (*planner_fds, *(state.pidfd for state in self._ranks)):
             if fd is not None:
                 poller.register(fd, select.POLLIN)
         poller.poll(timeout_s * 1000)
@@ -245,12 +244,6 @@ class Supervisor:
             state.facts = beat["facts"]
             state.phases = [(name, at) for name, at in beat["phases"]]
             self._progress_at = 0.0
-
-    def _failure(self) -> Verdict | None:
-        failed = [state for state in self._ranks if state.failed]
-        if not failed:
-            return None
-        return Verdict(ended=Ended.RANK_FAILED, failed_rank=min(failed, key=self._failed_at).rank)
 
     def _failed_at(self, state: RankState) -> float:
         assert state.ended_at is not None

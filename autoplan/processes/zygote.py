@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from autoplan.processes import linux
-from autoplan.processes.guard import fork_guarded
+from autoplan.processes.guard import Terminated, end_on_sigterm, fork_guarded
 from autoplan.processes.supervisor import Supervisor
 from autoplan.processes.task import Request
 from autoplan.processes.wire import FrameReader, encode_frame, send_frame
@@ -32,10 +32,6 @@ HIDDEN = ("torchao",)
 
 class PlannerGone(Exception):
     """The planner died or closed the connection."""
-
-
-class _Terminated(BaseException):
-    """Somebody sent SIGTERM."""
 
 
 def main(connection_fd: int, planner_pid: int, preload: list[str]) -> NoReturn:
@@ -53,14 +49,14 @@ def main(connection_fd: int, planner_pid: int, preload: list[str]) -> NoReturn:
     linux.become_subreaper()
     server = ZygoteServer(connection, planner_pidfd)
     errors, initializer = _import_all(preload)
-    _stay_alive(connection)
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) & ~os.O_ASYNC)  # from here on we look
+    signal.signal(signal.SIGTERM, end_on_sigterm)
     _keep_shared()
     exit_code = 0
     try:
         server.announce(errors, initializer)
         server.serve()
-    except (PlannerGone, _Terminated, OSError) as stop:
+    except (PlannerGone, Terminated, OSError) as stop:
         exit_code = 0 if isinstance(stop, PlannerGone) else 1
     for pid in linux.descendants(os.getpid()):
         linux.signal_quietly(pid, signal.SIGKILL)
@@ -104,8 +100,7 @@ class ZygoteServer:
                 Request.model_validate(header["request"]),
                 payload,
                 is_cancelled=self._is_cancelled,
-                watched_fds=self._fds,
-                inherited_fds=self._fds,
+                planner_fds=self._fds,
                 send_progress=self._send_progress,
             )
             del payload
@@ -209,12 +204,3 @@ def _die_if_planner_goes(connection: socket.socket) -> None:
     fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, whose default action is the end
     if linux.await_readable([connection.fileno()], 0.0):
         os._exit(0)  # it was gone before we asked
-
-
-def _stay_alive(connection: socket.socket) -> None:
-    flags = fcntl.fcntl(connection, fcntl.F_GETFL)
-    fcntl.fcntl(connection, fcntl.F_SETFL, flags & ~os.O_ASYNC)
-
-
-def _on_sigterm(number: int, frame: object) -> NoReturn:
-    raise _Terminated

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from typing import TYPE_CHECKING
 
 from autoplan.planner.records.trials import Interval, Outcome
@@ -55,7 +56,7 @@ def run_trial(context: RankContext, request: TrialRequest, slices: Slices | None
     Returns:
         The answer. Its times are those of the slowest rank, its memory is this rank's.
     """
-    startup_s = context.seconds_since_request
+    startup_s = time.monotonic() - context.requested_at  # one clock for all processes
     context.phase("init")
     from autoplan.strategies.prepare import prepare
     from autoplan.strategies.workloads.optimizers import with_lasting_schedule
