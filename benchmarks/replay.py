@@ -285,10 +285,10 @@ def ended_early(trial: Trial, to_beat: ToBeat) -> Trial:
     middle = float(np.median(part))
     steps_s = [trial.step_time_s.median * seconds / middle for seconds in part]
     for count in range(FEWEST_SAMPLES, len(steps_s)):
-        found = compare(steps_s[:count], to_beat)
-        if found.behind:
+        at_least_s = compare(steps_s[:count], to_beat)
+        if at_least_s is not None:
             saved_s = trial.phase_seconds.get("measure", 0.0) * (1 - count / len(steps_s))
-            update = {"outcome": Outcome.PRUNED, "step_time_s": None, "at_least_s": found.at_least_s}
+            update = {"outcome": Outcome.PRUNED, "step_time_s": None, "at_least_s": at_least_s}
             return trial.model_copy(update=update | {"seconds_spent": trial.seconds_spent - saved_s})
     return trial
 

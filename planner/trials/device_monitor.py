@@ -198,26 +198,5 @@ class GpuMonitor:
 
 def compiled_graphs() -> int:
     """How many graphs torch.compile has made in this process; 0 where nothing was compiled."""
-    return int(_counters("stats").get("unique_graphs", 0)) if "torch._dynamo.utils" in sys.modules else 0
-
-
-def graph_breaks() -> int:
-    """Graph breaks so far in this process."""
-    return sum(_counters("graph_break").values())
-
-
-def cache_counts() -> tuple[int, int]:
-    """Hits and misses of the compile cache so far in this process."""
-    inductor = _counters("inductor")
-    return inductor.get("fxgraph_cache_hit", 0), inductor.get("fxgraph_cache_miss", 0)
-
-
-def cudagraph_skips() -> int:
-    """How often Inductor recorded no CUDA graph where the mode asks for one; it says so in this counter alone."""
-    return int(_counters("inductor").get("cudagraph_skips", 0))
-
-
-def _counters(part: str) -> dict[str, Any]:
-    from torch._dynamo.utils import counters
-
-    return counters[part]
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])

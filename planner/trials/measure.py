@@ -348,34 +348,23 @@ class ToBeat(Record):
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
-    """A candidate against the leader, by the samples so far.
-
-    Attributes:
-        behind: Its step is longer than the leader's; only a short look can say so wrongly (`ToBeat.level`).
-        at_least_s: Its step takes so many seconds at least, by the same bound without the leader.
-    """
-
-    behind: bool
-    at_least_s: float
-
-
-def compare(steps_s: Sequence[float], to_beat: ToBeat, *, sd: float = STEP_SD) -> Compared:
+def compare(steps_s: Sequence[float], to_beat: ToBeat, *, sd: float = STEP_SD) -> float | None:
     """Compares a candidate with the leader after one more sample.
 
     Args:
         steps_s: Seconds of whole steps so far, all of one process; or what they would be by the samples of a part.
         to_beat: The leader.
         sd: Assumed standard deviation of the logarithm of a sample.
+
+    Returns:
+        None, unless the candidate's step is longer than the leader's, which only a short look can say wrongly
+        (`ToBeat.level`). Then the seconds that it takes at least, by the same bound without the leader.
     """
     logs = [math.log(seconds) for seconds in steps_s]
     low = math.fsum(logs) / len(logs) - sequence_half_width(logs, to_beat.level / 2, sd=sd)
     runs = student_quantile(to_beat.freedom, to_beat.level / 2)
-    return Compared(
-        behind=low - runs * math.hypot(to_beat.run_sd, to_beat.sd) > to_beat.log_s + to_beat.slack,
-        at_least_s=math.exp(low - runs * to_beat.run_sd),
-    )
+    behind = low - runs * math.hypot(to_beat.run_sd, to_beat.sd) > to_beat.log_s + to_beat.slack
+    return math.exp(low - runs * to_beat.run_sd) if behind else None
 
 
 def sequence_half_width(logs: Sequence[float], level: float, *, sd: float = STEP_SD) -> float:

@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Literal
 
 from autoplan.errors import DeviceError, UsageError
+from autoplan.files import read_or_empty
 from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.probes.cgroup import read_cgroup_limits
@@ -119,8 +119,8 @@ def by_place(cores: Iterable[int], root: Path = Path("/")) -> list[int]:
     nodes = {core: node for node, found in _node_cores(root).items() for core in found}
 
     def place(core: int) -> tuple[int, int, int]:
-        siblings = _id_list(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
-        return nodes.get(core, 0), min(siblings, default=core), core
+        siblings = read_or_empty(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        return nodes.get(core, 0), min(parse_id_list(siblings), default=core), core
 
     return sorted(cores, key=place)
 
@@ -134,14 +134,7 @@ def _near(node: int | None, allowed: Iterable[int]) -> frozenset[int]:
 def _node_cores(root: Path) -> dict[int, tuple[int, ...]]:
     """The cores of each NUMA node; empty where the kernel does not say."""
     lists = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
-    return {int(path.parent.name.removeprefix("node")): _id_list(path) for path in lists}
-
-
-def _id_list(path: Path) -> tuple[int, ...]:
-    try:
-        return parse_id_list(path.read_text())
-    except OSError:
-        return ()
+    return {int(path.parent.name.removeprefix("node")): parse_id_list(read_or_empty(path)) for path in lists}
 
 
 def sit(cores: Iterable[int]) -> None:
@@ -221,7 +214,7 @@ class Parts:
         """Starts the zygotes, side by side, and waits for them."""
         try:
             for part, runner in zip(self._parts, self._runners, strict=True):
-                self._start(part.number, _Run(), partial(_start_zygote, runner))
+                self._start(part.number, _Run(), lambda run, runner=runner: runner.zygote.start())  # type: ignore[misc]
             while self._runs:
                 self._take(time.monotonic() + LISTEN_S)
         except BaseException:
@@ -393,10 +386,6 @@ class Parts:
         for number in asked:
             self._runs.pop(number, None)
         return [(number, what) for kind, number, what in ended if kind == "end"]
-
-
-def _start_zygote(runner: TrialRunner, run: _Run) -> None:
-    runner.zygote.start()
 
 
 def _stop_if_told(run: _Run) -> None:

@@ -14,7 +14,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Required, TypedDict
 
@@ -170,10 +170,11 @@ def load_compiler(zygote: Zygote, *configs: TrainingConfig) -> None:
         zygote.load(COMPILER)
 
 
+@dataclass(eq=False)
 class TrialRunner:
     """Runs the trials of one search, one after another.
 
-    Args:
+    Attributes:
         zygote: Starts the ranks.
         spec: What is trained.
         device: "cuda" or "cpu".
@@ -184,39 +185,19 @@ class TrialRunner:
         seed: Of the batches' resampling in the statistics.
     """
 
-    def __init__(
-        self,
-        zygote: Zygote,
-        spec: WorkloadSpec,
-        *,
-        device: Literal["cuda", "cpu"],
-        memory_limit_bytes: int,
-        host_limit_bytes: int,
-        directory: Path,
-        phase_deadlines_s: Mapping[str, float] = PHASE_DEADLINES_S,
-        seed: int = 0,
-    ) -> None:
-        self.zygote = zygote
-        self.spec = spec
-        self.device: Literal["cuda", "cpu"] = device
-        self.memory_limit_bytes = memory_limit_bytes
-        self.host_limit_bytes = host_limit_bytes
-        self.directory = directory
-        self.phase_deadlines_s = phase_deadlines_s
-        self.seed = seed
+    zygote: Zygote
+    spec: WorkloadSpec
+    _: KW_ONLY
+    device: Literal["cuda", "cpu"]
+    memory_limit_bytes: int
+    host_limit_bytes: int
+    directory: Path
+    phase_deadlines_s: Mapping[str, float] = field(default_factory=lambda: PHASE_DEADLINES_S)
+    seed: int = 0
 
     def elsewhere(self, zygote: Zygote, directory: Path, *, host_limit_bytes: int) -> TrialRunner:
         """The same on another zygote, with another folder and another limit of host memory."""
-        return TrialRunner(
-            zygote,
-            self.spec,
-            device=self.device,
-            memory_limit_bytes=self.memory_limit_bytes,
-            host_limit_bytes=host_limit_bytes,
-            directory=directory,
-            phase_deadlines_s=self.phase_deadlines_s,
-            seed=self.seed,
-        )
+        return replace(self, zygote=zygote, directory=directory, host_limit_bytes=host_limit_bytes)
 
     def run(
         self,
@@ -414,6 +395,9 @@ def make_trial(
     failed = verdict.outcome not in (Outcome.OK, Outcome.PRUNED)
     step = first.step_time_s if not failed or fragile else None
     total = report.ended is Ended.DEADLINE and report.phase_deadline_s == order.deadline_s
+    reason = verdict.reason
+    if report.ended is Ended.DEADLINE and (compiling_s := report.phase_seconds.get("compile", 0.0)):
+        reason = f"{reason}; compiling took {compiling_s:.3g} s of it"
     shown = report.first_failure or (report.ranks[0] if report.ranks else None)
     return Trial(
         number=order.number,
@@ -422,7 +406,7 @@ def make_trial(
         config=order.config,
         outcome=verdict.outcome,
         detail=verdict.detail,
-        reason=f"{verdict.reason}{_of_it_compiling(report)}" if report.ended is Ended.DEADLINE else verdict.reason,
+        reason=reason,
         budget_ended=total and order.deadline_of_budget,
         phase=report.phase,
         step_time_s=step,
@@ -439,12 +423,6 @@ def make_trial(
         exit_status=_exit_status(shown) if failed and shown is not None else None,
         cause=None if cause is None else cause.value,
     )
-
-
-def _of_it_compiling(report: ProcessReport) -> str:
-    """A clause on a trial that was late: how much of its time a compilation took; else nothing."""
-    compiling_s = report.phase_seconds.get("compile", 0.0)
-    return f"; compiling took {compiling_s:.3g} s of it" if compiling_s else ""
 
 
 def _at_least_s(order: TrialOrder, report: ProcessReport, global_batch: int) -> float | None:
@@ -488,6 +466,9 @@ class Verdict:
 
 
 def _verdict(report: ProcessReport) -> Verdict:
+    if report.ended in (Ended.ZYGOTE_LOST, Ended.RANK_FAILED) and killed_for_memory(report):
+        reason = f"the kernel's out-of-memory killer ended it: {_shorten(' '.join(report.describe().split()))}"
+        return Verdict(outcome=Outcome.OUT_OF_MEMORY, detail="host", reason=reason)
     match report.ended:
         case Ended.MEMORY_LIMIT:
             return Verdict(outcome=Outcome.OUT_OF_MEMORY, detail="host", reason=report.describe())
@@ -495,14 +476,9 @@ def _verdict(report: ProcessReport) -> Verdict:
             return Verdict(outcome=Outcome.TIMEOUT, detail=report.phase, reason=report.describe())
         case Ended.CANCELLED:
             return Verdict(outcome=Outcome.INTERRUPTED, reason="the search was interrupted")
-        case Ended.ZYGOTE_LOST:
-            if killed_for_memory(report):
-                return _killed_for_memory(report)
-            return Verdict(outcome=Outcome.CRASHED, detail="zygote", reason=report.describe())
-        case Ended.NODE_LOST:
-            return Verdict(outcome=Outcome.CRASHED, detail="node", reason=report.describe())
-        case Ended.NOT_STARTED:
-            return Verdict(outcome=Outcome.CRASHED, detail="fork", reason=report.describe())
+        case Ended.ZYGOTE_LOST | Ended.NODE_LOST | Ended.NOT_STARTED:
+            lost = {Ended.ZYGOTE_LOST: "zygote", Ended.NODE_LOST: "node", Ended.NOT_STARTED: "fork"}
+            return Verdict(outcome=Outcome.CRASHED, detail=lost[report.ended], reason=report.describe())
         case Ended.RANK_FAILED:
             return _rank_verdict(report)
         case Ended.FINISHED:
@@ -514,21 +490,12 @@ def _rank_verdict(report: ProcessReport) -> Verdict:
     rank = report.first_failure
     assert rank is not None, "a failed task names the rank that failed"
     text = " ".join(report.describe().split())
-    if killed_for_memory(report):
-        return _killed_for_memory(report)
     if rank.error is not None:
         outcome, detail = classify_exception(rank.error.type_names, rank.error.message, rank.error.traceback)
         return Verdict(outcome=outcome, detail=detail, reason=_shorten(text))
     if rank.signal == signal.SIGBUS:
         text += "; SIGBUS here usually means that /dev/shm is full"
-    detail = _signal_name(rank.signal) if rank.signal is not None else f"exit status {rank.exit_code}"
-    return Verdict(outcome=Outcome.CRASHED, detail=detail, reason=text)
-
-
-def _killed_for_memory(report: ProcessReport) -> Verdict:
-    text = _shorten(" ".join(report.describe().split()))
-    reason = f"the kernel's out-of-memory killer ended it: {text}"
-    return Verdict(outcome=Outcome.OUT_OF_MEMORY, detail="host", reason=reason)
+    return Verdict(outcome=Outcome.CRASHED, detail=_exit_status(rank), reason=text)
 
 
 def _answer_verdict(report: ProcessReport) -> Verdict:
@@ -574,16 +541,12 @@ def _peak(
 
 
 def _exit_status(rank: RankReport) -> str | None:
-    if rank.signal is not None:
-        return _signal_name(rank.signal)
-    return None if rank.exit_code is None else f"exit status {rank.exit_code}"
-
-
-def _signal_name(number: int) -> str:
+    if rank.signal is None:
+        return None if rank.exit_code is None else f"exit status {rank.exit_code}"
     try:
-        return signal.Signals(number).name
+        return signal.Signals(rank.signal).name
     except ValueError:
-        return f"signal {number}"
+        return f"signal {rank.signal}"
 
 
 def _last_lines(rank: RankReport) -> str:
@@ -608,30 +571,18 @@ def classify_exception(type_names: Iterable[str], message: str, traceback: str =
         message: Its text.
         traceback: As Python prints it; its last two calls tell page-locked memory of the host from the device's.
     """
-    names = tuple(type_names)
+    names = {known for name in type_names for known in (name, name.rpartition(".")[2])}
     for pattern, where in OUT_OF_MEMORY_TEXTS:
         if re.search(pattern, message):
-            pins = _DRIVERS_TEXT in message and any(name in message + _last_calls(traceback) for name in _PINNING)
+            # two calls, since torch's functions may pass through one of its own
+            last = "".join(re.split(r'^ +File "', traceback, flags=re.MULTILINE)[1:][-2:])
+            pins = _DRIVERS_TEXT in message and any(name in message + last for name in _PINNING)
             return Outcome.OUT_OF_MEMORY, "host" if pins else where
-    if _any_of(names, OUT_OF_MEMORY_TYPES):
-        return Outcome.OUT_OF_MEMORY, "host" if "MemoryError" in _plain(names) else "device"
-    if _any_of(names, UNSUPPORTED_TYPES) or any(text in message for text in UNSUPPORTED_TEXTS):
+    if not names.isdisjoint(OUT_OF_MEMORY_TYPES):
+        return Outcome.OUT_OF_MEMORY, "host" if "MemoryError" in names else "device"
+    if not names.isdisjoint(UNSUPPORTED_TYPES) or any(text in message for text in UNSUPPORTED_TEXTS):
         return Outcome.UNSUPPORTED, None
     return Outcome.CRASHED, WORKLOAD if "autoplan.errors.WorkloadError" in names else None
-
-
-def _last_calls(traceback: str) -> str:
-    """The last two calls of a traceback; two, since torch's functions may pass through one of its own."""
-    return "".join(re.split(r'^ +File "', traceback, flags=re.MULTILINE)[1:][-2:])
-
-
-def _plain(names: Iterable[str]) -> set[str]:
-    return {name.rpartition(".")[2] for name in names}
-
-
-def _any_of(names: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
-    plain = _plain(names)
-    return any(name in names if "." in name else name in plain for name in wanted)
 
 
 # The loss before any update.
@@ -658,13 +609,8 @@ def is_off(trial: Trial, baseline: Trial) -> bool:
     freedom = len(one) + len(other) - 2
     if freedom == 0:  # the spread is not known
         return False
-    squares = copies * _squares(one) + base_copies * _squares(other)
+    squares = sum(n * len(losses) * statistics.pvariance(losses) for n, losses in ((copies, one), (base_copies, other)))
     deviation = math.sqrt(squares / freedom * (1 / (copies * len(one)) + 1 / (base_copies * len(other))))
     rounding = max(LOSS_TOLERANCES[run.config.precision] for run in (trial, baseline))
     allowed = rounding * abs(statistics.fmean(other)) + LOSS_SPREADS * deviation
     return abs(statistics.fmean(one) - statistics.fmean(other)) > allowed
-
-
-def _squares(values: Sequence[float]) -> float:
-    mean = statistics.fmean(values)
-    return sum((value - mean) ** 2 for value in values)

@@ -91,7 +91,8 @@ class Slices:
 
     def __init__(self, path: Path, number: int, runs: int = 2) -> None:
         self._shared, self._number, self._runs = _Numbers(path), number, runs
-        self._counts = False
+        self.counts = False
+        """Whether it has said that it is warm."""
         self._shared.set(_PID, number, os.getpid())
 
     def now_s(self) -> float:
@@ -106,11 +107,6 @@ class Slices:
     def pauses(self) -> int:
         """How often this process was stopped."""
         return int(self._shared.get(_PAUSES, self._number))
-
-    @property
-    def counts(self) -> bool:
-        """Whether it has said that it is warm."""
-        return self._counts
 
     def ready(self) -> None:
         """Says that all is built, and waits until this process may warm up: the others then wait.
@@ -127,8 +123,8 @@ class Slices:
         Raises:
             OtherEndedError: another run ended.
         """
-        if not self._counts:
-            self._counts = True
+        if not self.counts:
+            self.counts = True
             self._say(WARM)
             self._await(lambda: self._shared.get(_MAY, self._number) >= COUNT)
 

@@ -227,14 +227,14 @@ class StepTimer:
             pending: Some of the samples are in no stretch yet.
         """
         to_beat = self.request.to_beat
-        if to_beat is None or not (found := compare(steps_s, to_beat, sd=sd)).behind:
+        if to_beat is None or (at_least_s := compare(steps_s, to_beat, sd=sd)) is None:
             return
         stretches = self._stretches
         if (pending or stretches.current) and not (stretches.is_long_enough() and stretches.is_clean()):
             return  # its time is not judged yet, or other work made it slow
         self.method = self.method or "parts"
         self.samples = list(steps_s) if self.method == "whole_steps" else self.samples
-        raise BehindError(median_interval(steps_s, seed=self.request.seed), found.at_least_s)
+        raise BehindError(median_interval(steps_s, seed=self.request.seed), at_least_s)
 
     # Whole steps.
 

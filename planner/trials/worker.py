@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from autoplan.planner.records.trials import Interval, Outcome
-from autoplan.planner.trials.device_monitor import MemoryMonitor, cache_counts, cudagraph_skips, graph_breaks
+from autoplan.planner.trials.device_monitor import MemoryMonitor
 from autoplan.planner.trials.load import LoadMonitor
 from autoplan.planner.trials.measure import spread_warning
 from autoplan.planner.trials.ranks import RankSync, join_ranks, limit_collectives, pick_device
@@ -130,11 +130,14 @@ def _warnings(timer: StepTimer, request: TrialRequest) -> list[str]:
     if timer.skipped:
         warnings.append(f"fp16 loss scaling skipped {timer.skipped} step(s); they do not count")
     if request.config.compile != "off":
-        hits, misses = cache_counts()
+        from torch._dynamo.utils import counters  # of this process; what did not happen counts 0
+
+        inductor = counters["inductor"]
+        hits, misses = inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]
         warnings.append(f"compile cache: {hits} hit(s), {misses} miss(es)")
-        if breaks := graph_breaks():
+        if breaks := sum(counters["graph_break"].values()):
             warnings.append(f"torch.compile broke the graph {breaks} time(s)")
-        if skips := cudagraph_skips():
+        if skips := inductor["cudagraph_skips"]:
             warnings.append(f"torch.compile skipped CUDA graphs {skips} time(s): those parts ran without them")
     return warnings
 
