@@ -25,8 +25,6 @@ the ranks of one task after another. `run` always returns a report, and leaves n
 
 from autoplan.processes.cause import (
     Cause,
-    LimitHit,
-    Runs,
     cause_of,
     is_out_of_memory,
     killed_for_memory,
@@ -37,7 +35,7 @@ from autoplan.processes.cause import (
 )
 from autoplan.processes.client import Zygote
 from autoplan.processes.context import RankContext
-from autoplan.processes.owner import ProcessIdentity, folder_prefix, is_alive, sweep_abandoned, sweep_folders
+from autoplan.processes.owner import ProcessIdentity, folder_prefix, is_alive
 from autoplan.processes.report import (
     Ended,
     ErrorReport,
@@ -53,13 +51,11 @@ __all__ = [
     "Cause",
     "Ended",
     "ErrorReport",
-    "LimitHit",
     "ProcessIdentity",
     "ProcessReport",
     "Progress",
     "RankContext",
     "RankReport",
-    "Runs",
     "StopTask",
     "Task",
     "TaskFailedError",
@@ -74,6 +70,4 @@ __all__ = [
     "machine_trouble",
     "raised_from_outside",
     "run_again",
-    "sweep_abandoned",
-    "sweep_folders",
 ]

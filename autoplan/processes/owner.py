@@ -118,24 +118,20 @@ def _is_own_folder(folder: Path) -> bool:
 # Processes.
 
 
-def sweep_abandoned() -> int:
+def sweep_abandoned() -> None:
     """Kills what a dead planner left behind: only processes that carry a zygote's mark in their environment.
 
     Needed only where planner and zygote were killed at the same moment; otherwise the one that lives does it.
-
-    Returns:
-        How many processes were killed.
     """
     marks = linux.environments(MARKER)
     # The pid in a mark is valid in its own pid namespace only: processes of containers are left alone.
     own_namespace = linux.pid_namespace(os.getpid())
-    killed = 0
     for marker in {mark for pid, mark in marks.items() if linux.pid_namespace(pid) == own_namespace}:
         parts = marker.split(":")
         if len(parts) == 4 and parts[1].isdigit() and parts[2].isdigit():
             owner = ProcessIdentity(boot_id=parts[0], pid=int(parts[1]), start_time=int(parts[2]))
-            killed += 0 if is_alive(owner) else kill_marked(marker)
-    return killed
+            if not is_alive(owner):
+                kill_marked(marker)
 
 
 def kill_marked(marker: str) -> int:

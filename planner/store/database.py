@@ -227,7 +227,7 @@ class Database:
                 with connection.transaction() if whole else contextlib.nullcontext(), connection.cursor() as cursor:
                     return work(cursor)
             except self._errors as error:
-                self._drop()
+                self.close()
                 if time.monotonic() - began > (RETRY_S if retry_s is None else retry_s):
                     self._gave_up = StoreError(
                         f"--storage cannot be used any more: {_first_line(error)}",
@@ -242,8 +242,11 @@ class Database:
                 ) from None
 
     def close(self) -> None:
-        """Closes the connection; closing twice is fine."""
-        self._drop()
+        """Closes the connection; the next call makes another."""
+        if self._connection is not None:
+            with contextlib.suppress(*self._errors):
+                self._connection.close()
+            self._connection = None
 
     def _connect(self) -> psycopg.Connection[Any]:
         import psycopg
@@ -252,12 +255,6 @@ class Database:
             self._connection = psycopg.connect(self._url, autocommit=True, **SETTINGS)
             self._connection.execute(SESSION)
         return self._connection
-
-    def _drop(self) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(*self._errors):
-                self._connection.close()
-            self._connection = None
 
     def _migrate(self, cursor: psycopg.Cursor[Any]) -> None:
         """Makes the schema, or brings it to this version; planners that start at once wait for each other.
@@ -369,9 +366,6 @@ class SharedRecord:
         cursor.execute("SELECT lines FROM autoplan.study WHERE id = %s", [self._study])
         if _row(cursor)[0] == 0:
             cursor.execute("SELECT autoplan.append(%s, %s, 0, %s, NULL)", [self._study, me, json.dumps(head)])
-
-    def begin(self, head: Mapping[str, Any]) -> None:
-        """It was begun as it was opened."""
 
     def append(self, document: Mapping[str, Any], *, key: str | None = None) -> None:
         """Adds a line, in one transaction."""

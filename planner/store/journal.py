@@ -69,7 +69,7 @@ class RecordFile:
                 sync_directory(path.parent)
             with os.fdopen(self._fd, "rb", closefd=False) as file:
                 content = file.read()
-            self.documents, self._end = _parse_lines(path, content)
+            self.documents, self._end = _whole_lines(path, content)
             if self._end < len(content):  # a torn tail
                 os.ftruncate(self._fd, self._end)
                 os.fsync(self._fd)
@@ -78,11 +78,6 @@ class RecordFile:
             if isinstance(error, OSError):
                 raise store_error(path, error) from error
             raise
-
-    def begin(self, head: dict[str, Any]) -> None:
-        """Adds the first line, if there is none."""
-        if not self.documents:
-            self.append(head)
 
     def append(self, document: dict[str, Any], *, key: str | None = None) -> None:
         """Adds a line and waits until it is on disk. With a key: only if this planner still has that piece of work.
@@ -220,34 +215,35 @@ def read_documents(path: Path) -> list[dict[str, Any]]:
         OSError: it is not there, or cannot be read.
         StoreError: a line before the last is damaged.
     """
-    return _parse_lines(path, read_regular(path))[0]
+    return _whole_lines(path, read_regular(path))[0]
 
 
-def _parse_lines(path: Path, content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The documents of all whole lines, and where the last of them ends."""
+def _whole_lines(path: Path, content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """As `parse_lines`, of a record in which only the last line may be damaged."""
+    documents, end = parse_lines(content)
+    if content.count(b"\n", end) > 1:
+        raise StoreError(
+            f"line {len(documents) + 1} of {path} is damaged, and whole lines follow it",
+            hint="The file was changed by something else. Start over with --fresh (the old folder is kept), "
+            "or repair that line with an editor.",
+        )
+    return documents, end
+
+
+def parse_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The documents of all whole lines up to the first that is damaged, and where the last of them ends."""
     documents: list[dict[str, Any]] = []
     end = 0
     while (newline := content.find(b"\n", end)) >= 0:
-        document = _parse(content[end:newline])
-        if document is None:
-            if content.find(b"\n", newline + 1) >= 0:
-                raise StoreError(
-                    f"line {len(documents) + 1} of {path} is damaged, and whole lines follow it",
-                    hint="The file was changed by something else. Start over with --fresh (the old folder is kept), "
-                    "or repair that line with an editor.",
-                )
+        try:
+            document = json.loads(content[end:newline])
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(document, dict):
             break
         documents.append(document)
         end = newline + 1
     return documents, end
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        document = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return document if isinstance(document, dict) else None
 
 
 def sync_directory(path: Path) -> None:

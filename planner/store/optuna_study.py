@@ -70,17 +70,19 @@ def add_trials(
     import optuna
 
     for trial in trials:
-        params = to_params(trial.config)
+        params = {knob: getattr(trial.config, knob) for knob in KNOBS}
         if trial.is_repeat or any(params[knob] not in one.choices for knob, one in distributions.items()):
             continue
         state, value = _state(trial)
+        fields = {"outcome", "detail", "reason", "phase", "purpose", "exit_status", "seconds_spent", "warnings"}
+        facts = {NUMBER: trial.number, **json.loads(trial.model_dump_json(include=fields))}
         study.add_trial(
             optuna.trial.create_trial(
                 state=state,
                 value=value,
                 params=params,
                 distributions=dict(distributions),
-                user_attrs={NUMBER: trial.number, **_attributes(trial)},
+                user_attrs=facts | {"peak_memory_bytes": trial.peak_memory_bytes},
                 constraints={"memory": _memory_violation(trial)},
             )
         )
@@ -110,11 +112,6 @@ def choices_of(configs: Iterable[TrainingConfig]) -> dict[str, tuple[Any, ...]]:
     return {knob: tuple(dict.fromkeys(getattr(config, knob) for config in listed)) for knob in KNOBS}
 
 
-def to_params(config: TrainingConfig) -> dict[str, Any]:
-    """A configuration as Optuna's parameters."""
-    return {knob: getattr(config, knob) for knob in KNOBS}
-
-
 def _state(trial: Trial) -> tuple[Any, float | None]:
     """Optuna's state and value: measured ones count (given up early or not); memory is a constraint, not a value."""
     from optuna.trial import TrialState
@@ -135,8 +132,3 @@ def _memory_violation(trial: Trial) -> float:
     if trial.outcome is Outcome.OUT_OF_MEMORY:
         return max(0.05, peak / limit_bytes - 1)
     return peak / limit_bytes - 1 if peak else -1.0
-
-
-def _attributes(trial: Trial) -> dict[str, Any]:
-    fields = {"outcome", "detail", "reason", "phase", "purpose", "exit_status", "seconds_spent", "warnings"}
-    return json.loads(trial.model_dump_json(include=fields)) | {"peak_memory_bytes": trial.peak_memory_bytes}

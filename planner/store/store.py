@@ -148,7 +148,8 @@ class Store:
                 self._open_file(fresh) if storage is None else self._open_shared(storage, head, fresh)
             )
             try:
-                self._record.begin(head)
+                if not self._record.documents:
+                    self._record.append(head)
                 self._load()
             except BaseException:
                 self._record.close()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autoplan.errors import StoreBusyError, StoreError
 from autoplan.files import folder_bytes, read_regular
-from autoplan.planner.store.journal import RECORD, read_end
+from autoplan.planner.store.journal import RECORD, parse_lines, read_end
 from autoplan.planner.store.locks import OwnedLock
 
 LONGEST_BYTES = 1 << 30
@@ -84,19 +84,21 @@ def remove_study(study: Study) -> None:
 
 def _read(folder: Path) -> Study | None:
     """The search that the files of a folder describe; None: it is no search, or was removed meanwhile."""
-    lines = list(_lines(folder / RECORD))
+    try:
+        lines, _ = parse_lines(read_regular(folder / RECORD, limit_bytes=LONGEST_BYTES))
+        written_s = (folder / RECORD).stat().st_mtime
+    except OSError:
+        return None
     if not lines or lines[0].get("kind") != "study":
         return None
     kinds = [line.get("kind") for line in lines]
-    status = "running" if _runs(folder) else read_end(lines).status
+    # the lock names the process that has the search
+    runs = (folder / "lock.owner").exists() and "not on this" not in OwnedLock(folder / "lock").owner
+    status = "running" if runs else read_end(lines).status
     try:
         speedup = json.loads(read_regular(folder / "plan.json"))["speedup"] if status == "plan_found" else None
     except (OSError, ValueError, KeyError, TypeError):
         speedup = None
-    try:
-        written_s = (folder / RECORD).stat().st_mtime
-    except OSError:
-        return None
     return Study(
         folder=folder,
         name=folder.name,
@@ -107,20 +109,3 @@ def _read(folder: Path) -> Study | None:
         status=status,
         speedup=speedup,
     )
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The documents of a record up to the first that is torn."""
-    try:
-        for line in read_regular(path, limit_bytes=LONGEST_BYTES).splitlines():
-            document = json.loads(line)
-            if not isinstance(document, dict):
-                return
-            yield document
-    except (OSError, ValueError):
-        return
-
-
-def _runs(folder: Path) -> bool:
-    """Whether a living process has the search: the one that its lock names."""
-    return (folder / "lock.owner").exists() and "not on this" not in OwnedLock(folder / "lock").owner

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.processes import Task, Zygote, linux, sweep_abandoned
+from autoplan.processes import Task, Zygote, linux
+from autoplan.processes.owner import sweep_abandoned
 from tests.cases import some
 from tests.processes.helpers import survivors, wait_until
 

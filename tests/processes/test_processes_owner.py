@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.processes import ProcessIdentity, folder_prefix, is_alive, sweep_folders
+from autoplan.processes import ProcessIdentity, folder_prefix, is_alive
+from autoplan.processes.owner import sweep_folders
 
 
 def test_this_process_is_alive_and_itself() -> None:
