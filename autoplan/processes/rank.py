@@ -71,13 +71,7 @@ def _reseed() -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
-        torch = sys.modules["torch"]
-        if getattr(torch.cuda, "_is_in_bad_fork", lambda: False)():
-            raise RuntimeError(
-                "CUDA was initialised in the zygote, so no forked rank can use it; "
-                "a preloaded module does that at import: leave it out of `preload`"
-            )
-        torch.manual_seed(int.from_bytes(os.urandom(7)))
+        sys.modules["torch"].manual_seed(int.from_bytes(os.urandom(7)))
 
 
 def _rank_env(spec: RankSpec) -> dict[str, str]:

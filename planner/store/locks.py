@@ -12,6 +12,7 @@ is measured (`planner/trials/load.py`).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -79,7 +80,7 @@ class OwnedLock:
         return f"process {identity.pid}" + ("" if is_alive(identity) else " (not on this machine)")
 
 
-class DeviceLock:
+class DeviceLock(contextlib.ExitStack):
     """The locks of all devices of one search; a context manager.
 
     Args:
@@ -103,7 +104,7 @@ class DeviceLock:
         folder: Path | None = None,
     ) -> None:
         folder = lock_folder() if folder is None else folder
-        self._locks: list[OwnedLock] = []
+        super().__init__()
         try:
             for name in sorted(set(names)):
                 lock = OwnedLock(folder / name)
@@ -120,23 +121,12 @@ class DeviceLock:
                         on_wait(f"waiting: {busy}")
                         on_wait = None
                     lock.acquire(wait=True)
-                self._locks.append(lock)
+                self.callback(lock.release)
         except BaseException as error:
-            self.release()
+            self.close()
             if isinstance(error, OSError):
                 raise _unusable(folder, error) from error
             raise
-
-    def __enter__(self) -> DeviceLock:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Gives the devices back; calling it twice is fine."""
-        while self._locks:
-            self._locks.pop().release()
 
 
 def device_names(hardware: HardwareProfile, device: Literal["cuda", "cpu"], nproc: int) -> tuple[str, ...]:

@@ -133,7 +133,8 @@ class Store:
     ) -> None:
         self.identity = identity
         self._found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-        self._parities: dict[TrainingConfig, Parity] = {}
+        self.parities: dict[TrainingConfig, Parity] = {}
+        """The parity verdicts, by configuration."""
         self._end = SearchEnd()
         self._spent_before_s = 0.0
         self._clock_written = 0.0
@@ -223,14 +224,9 @@ class Store:
         """The claims that were begun, in order."""
         return tuple(self._found["claim"])
 
-    @property
-    def parities(self) -> Mapping[TrainingConfig, Parity]:
-        """The parity verdicts, by configuration."""
-        return self._parities
-
     def parity_of(self, config: TrainingConfig) -> Parity | None:
         """The parity verdict of a configuration, if it was checked."""
-        return self._parities.get(config)
+        return self.parities.get(config)
 
     @property
     def budget_s(self) -> float | None:
@@ -310,7 +306,7 @@ class Store:
         self._append(
             {"kind": "parity", "config": config.model_dump(mode="json"), "parity": parity.model_dump(mode="json")}
         )
-        self._parities[config] = parity
+        self.parities[config] = parity
 
     def set_budget(self, budget_s: float) -> None:
         """Notes the budget of the whole search; more than it finished with opens a finished search again."""
@@ -384,7 +380,7 @@ class Store:
                 self._found["trial"].append(Trial.model_validate(document["trial"] | {"resumed": resumed}))
             case "parity":
                 parity = Parity.model_validate(document["parity"])
-                self._parities[TrainingConfig.model_validate(document["config"])] = parity
+                self.parities[TrainingConfig.model_validate(document["config"])] = parity
             case "attempt" | "work" | "claim" as kind:
                 self._found[kind].append(KINDS[kind].model_validate(document[kind]))
             case "plan":

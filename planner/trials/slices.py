@@ -21,7 +21,6 @@ stopped.
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
 import signal
@@ -29,6 +28,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.processes import linux
 
@@ -54,30 +56,19 @@ BUILDING, BUILT, WARM, DONE = range(4)
 WAIT, WARM_UP, COUNT = range(3)
 """What it may do."""
 
-_AT, _MAY, _PID, _PAUSED_S, _PAUSES, _BROKEN = range(0, 6 * MOST_RUNS, MOST_RUNS)
-"""Where the numbers of the first process are; those of the next ones follow each. The last is of all."""
+_AT, _MAY, _PID, _PAUSED_S, _PAUSES, _BROKEN = range(6)
+"""The rows of the shared numbers; each has a number of every process. Of the last row the first one is of all."""
 
 
 class OtherEndedError(Exception):
     """Another run of the round ended before it was measured."""
 
 
-class _Numbers:
+def _shared_numbers(path: Path) -> NDArray[np.float64]:
     """The numbers that the processes share, each written by one of them."""
-
-    def __init__(self, path: Path) -> None:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(file, mmap.PAGESIZE)  # whoever is first makes it, full of zeros
-            self._view = memoryview(mmap.mmap(file, mmap.PAGESIZE)).cast("d")
-        finally:
-            os.close(file)
-
-    def get(self, which: int, number: int = 0) -> float:
-        return float(self._view[which + number])
-
-    def set(self, which: int, number: int, value: float) -> None:
-        self._view[which + number] = value
+    path.touch(0o600)
+    os.truncate(path, 6 * MOST_RUNS * np.dtype(np.float64).itemsize)  # whoever is first makes them, all zeros
+    return np.memmap(path, dtype=np.float64, mode="r+", shape=(6, MOST_RUNS))
 
 
 class Slices:
@@ -90,23 +81,23 @@ class Slices:
     """
 
     def __init__(self, path: Path, number: int, runs: int = 2) -> None:
-        self._shared, self._number, self._runs = _Numbers(path), number, runs
+        self._shared, self._number, self._runs = _shared_numbers(path), number, runs
         self.counts = False
         """Whether it has said that it is warm."""
-        self._shared.set(_PID, number, os.getpid())
+        self._shared[_PID, number] = os.getpid()
 
     def now_s(self) -> float:
         """Seconds of a clock that stands still while this process is stopped (CLOCK_MONOTONIC without the pauses)."""
         while True:
-            before_s = self._shared.get(_PAUSED_S, self._number)
+            before_s = float(self._shared[_PAUSED_S, self._number])
             now_s = time.perf_counter()
-            if before_s == self._shared.get(_PAUSED_S, self._number):  # it was not stopped in between
+            if before_s == self._shared[_PAUSED_S, self._number]:  # it was not stopped in between
                 return now_s - before_s
 
     @property
     def pauses(self) -> int:
         """How often this process was stopped."""
-        return int(self._shared.get(_PAUSES, self._number))
+        return int(self._shared[_PAUSES, self._number])
 
     def ready(self) -> None:
         """Says that all is built, and waits until this process may warm up: the others then wait.
@@ -115,7 +106,7 @@ class Slices:
             OtherEndedError: another run ended.
         """
         self._say(BUILT)
-        self._await(lambda: self._shared.get(_MAY, self._number) >= WARM_UP)
+        self._await(lambda: self._shared[_MAY, self._number] >= WARM_UP)
 
     def count(self) -> None:
         """Says that it is warm, and waits until all are; called again it does nothing.
@@ -126,7 +117,7 @@ class Slices:
         if not self.counts:
             self.counts = True
             self._say(WARM)
-            self._await(lambda: self._shared.get(_MAY, self._number) >= COUNT)
+            self._await(lambda: self._shared[_MAY, self._number] >= COUNT)
 
     def end(self) -> None:
         """Says that it is measured, and waits for the others, which what comes now would disturb.
@@ -135,14 +126,14 @@ class Slices:
             OtherEndedError: another run ended.
         """
         self._say(DONE)
-        self._await(lambda: all(self._shared.get(_AT, number) >= DONE for number in range(self._runs)))
+        self._await(lambda: all(self._shared[_AT, number] >= DONE for number in range(self._runs)))
 
     def _say(self, at: int) -> None:
-        self._shared.set(_AT, self._number, at)
+        self._shared[_AT, self._number] = at
 
     def _await(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
-            if self._shared.get(_BROKEN):
+            if self._shared[_BROKEN, 0]:
                 raise OtherEndedError("another run of the round ended before it was measured")
             time.sleep(POLL_S)
 
@@ -155,11 +146,11 @@ def alternate(path: Path, weights: Sequence[float]) -> None:
         weights: One for each. Their slices are to each other as these: where each runs a fixed number of steps, that
             take so long each, they end together.
     """
-    _Alternation(_Numbers(path), weights).run()
+    _Alternation(_shared_numbers(path), weights).run()
 
 
 class _Alternation:
-    def __init__(self, shared: _Numbers, weights: Sequence[float]) -> None:
+    def __init__(self, shared: NDArray[np.float64], weights: Sequence[float]) -> None:
         assert len(weights) <= MOST_RUNS, f"{len(weights)} runs are more than {MOST_RUNS}"
         self._shared, self._all = shared, range(len(weights))
         self._slices_s = [SLICE_S * min(MOST_WEIGHT, weight / min(weights)) for weight in weights]
@@ -175,15 +166,15 @@ class _Alternation:
             whole = self._await(BUILT) and self._warm_up() and self._slice() and self._await(DONE)
         finally:
             if not whole:
-                self._shared.set(_BROKEN, 0, 1.0)
+                self._shared[_BROKEN, 0] = 1.0
             for pidfd in self._pidfds:
                 os.close(pidfd)
 
     def _at(self, number: int) -> float:
-        return self._shared.get(_AT, number)
+        return self._shared[_AT, number]
 
     def _pid(self, number: int) -> int:
-        return int(self._shared.get(_PID, number))
+        return int(self._shared[_PID, number])
 
     def _await(self, at: int) -> bool:
         """Waits until all are so far; False: one of them ended."""
@@ -195,7 +186,7 @@ class _Alternation:
     def _warm_up(self) -> bool:
         """Lets one after the other warm up; False: one of them ended."""
         for number in self._all:
-            self._shared.set(_MAY, number, WARM_UP)
+            self._shared[_MAY, number] = WARM_UP
             while self._at(number) < WARM:
                 if self._ended(POLL_S):
                     return False
@@ -207,7 +198,7 @@ class _Alternation:
         for number in self._all[1:]:
             self._stop(number)
         for number in self._all:
-            self._shared.set(_MAY, number, COUNT)
+            self._shared[_MAY, number] = COUNT
         while len(left) > 1:
             if self._ended(self._slices_s[left[0]]):
                 for number in list(left)[1:]:
@@ -236,10 +227,9 @@ class _Alternation:
                 time.sleep(0)
 
     def _go_on(self, number: int) -> None:
-        paused_s = self._shared.get(_PAUSED_S, number) + time.perf_counter() - self._stopped_at_s[number]
         if self._at(number) < DONE:  # else it only waits
-            self._shared.set(_PAUSES, number, self._shared.get(_PAUSES, number) + 1)
-        self._shared.set(_PAUSED_S, number, paused_s)
+            self._shared[_PAUSES, number] += 1
+        self._shared[_PAUSED_S, number] += time.perf_counter() - self._stopped_at_s[number]
         self._signal(number, signal.SIGCONT)
 
     def _signal(self, number: int, what: signal.Signals) -> bool:

@@ -76,7 +76,7 @@ def test_who_waits_gets_the_device_when_it_is_free_and_says_once_what_it_waits_f
 def test_two_searches_in_one_process_are_two_searches(folder: Path):
     with DeviceLock(["GPU-1"], folder=folder), pytest.raises(DeviceBusyError, match=str(os.getpid())):
         DeviceLock(["GPU-1"], folder=folder)
-    DeviceLock(["GPU-1"], folder=folder).release()
+    DeviceLock(["GPU-1"], folder=folder).close()
 
 
 def test_a_planted_link_is_not_followed(folder: Path):

@@ -210,7 +210,7 @@ def test_steps_that_become_expensive_are_measured_in_slices_too(
     timer = make_timer("make_linear", 384)
     slow_where(timer, lambda number: number > 1, 0.25)
     timer.slices = mine = Slices(tmp_path / "slices", 0, 1)
-    mine._shared.set(_MAY, 0, COUNT)  # nobody else is there to wait for
+    mine._shared[_MAY, 0] = COUNT  # nobody else is there to wait for
     timer.short_steps()
     assert timer.choose_method() == "parts" and not mine.counts
     timer.measure_parts()
