@@ -461,7 +461,12 @@ class Ray:
         for index in [index for index, end in self._ends.items() if self._ray.wait([end], timeout=0)[0]]:
             self._take_end(index, wanted)
         if self._left_at is not None and not _is_early(self._left_at):
-            self._check_left(wanted.agents)
+            if (usable := len(self._others())) < wanted.agents:
+                raise DeviceError(
+                    f"{usable} other node(s) of Ray's cluster can be used, and {wanted.agents} are needed"
+                    f"{self._why_left}",
+                    hint="Each node needs the same hardware and the same versions.",
+                )
             wanted.on_note("Ray is asked for other nodes, and all agents start again")
             self._give_back()
         if self._group is None:
@@ -510,18 +515,6 @@ class Ray:
         """The living nodes that may be given."""
         excluded = self._excluded()
         return [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in excluded]
-
-    def _check_left(self, needed: int) -> None:
-        """After nodes turned out to be of no use.
-
-        Raises:
-            DeviceError: there are too few other nodes.
-        """
-        if (usable := len(self._others())) < needed:
-            raise DeviceError(
-                f"{usable} other node(s) of Ray's cluster can be used, and {needed} are needed{self._why_left}",
-                hint="Each node needs the same hardware and the same versions.",
-            )
 
     def _start_in(self, index: int, wanted: Wanted) -> None:
         """Starts the actor of a bundle, and the agent in it; Ray has them wait while a lost bundle has no node."""

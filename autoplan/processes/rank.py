@@ -26,12 +26,18 @@ def run_forked(spec: RankSpec, payload: bytes, inherited_fds: list[int]) -> NoRe
     exit_code = 1
     try:
         _detach(spec, inherited_fds)
-        _reseed()
+        if "numpy" in sys.modules:  # random states of the fork's own, as Python's `random` has them by itself
+            sys.modules["numpy"].random.seed()
+        if "torch" in sys.modules:
+            sys.modules["torch"].manual_seed(int.from_bytes(os.urandom(7)))
         exit_code = _call_target(spec, payload)
     except BaseException:
         traceback.print_exc()
-    finally:
-        _exit(exit_code)
+    finally:  # without the exit hooks that it inherited: what is left is the supervisor's to sweep
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(exit_code)
 
 
 def _detach(spec: RankSpec, inherited_fds: list[int]) -> None:
@@ -64,14 +70,6 @@ def _redirect(fd: int, path: str | Path, flags: int) -> None:
     opened = os.open(path, flags, 0o600)
     os.dup2(opened, fd)
     os.close(opened)
-
-
-def _reseed() -> None:
-    """Gives the fork random states of its own (Python's `random` does that by itself)."""
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(int.from_bytes(os.urandom(7)))
 
 
 def _rank_env(spec: RankSpec) -> dict[str, str]:
@@ -162,11 +160,3 @@ def _text_of(error: BaseException) -> str:
 
 def _qualified_name(cls: type) -> str:
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _exit(exit_code: int) -> NoReturn:
-    """Ends the process without the exit hooks that it inherited: what is left is the supervisor's to sweep."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(exit_code)

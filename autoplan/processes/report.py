@@ -241,6 +241,9 @@ def _rank_report(
     written = read_json(rank_file(directory, rank, "result.json"))
     failure = read_json(rank_file(directory, rank, "error.json"))
     failed_at = failure["at"] if failure else seen["ended_at"] if failed else None
+    # without the list of C extensions that faulthandler writes below a stack: it says nothing of the fault
+    stderr = read_tail(rank_file(directory, rank, "stderr")).splitlines()
+    stderr = [line for line in stderr if not line.startswith("Extension modules: ")]
     return RankReport(
         rank=rank,
         pid=seen.get("pid", beat.get("pid")),
@@ -250,17 +253,12 @@ def _rank_report(
         facts=beat.get("facts", {}),
         result=written["result"] if written else None,
         error=None if failure is None else ErrorReport.model_validate(_printable(failure["error"])),
-        stderr_tail=printable(_without_modules(read_tail(rank_file(directory, rank, "stderr")))),
+        stderr_tail=printable("\n".join(stderr)),
         stdout_tail=printable(read_tail(rank_file(directory, rank, "stdout"))),
         started=beat.get("started_at") is not None,
         failed_after_s=None if failed_at is None else failed_at - since,
         phase_seconds=_phase_seconds(beat, seen.get("ended_at") or now),
     )
-
-
-def _without_modules(text: str) -> str:
-    """Without the list of C extensions that faulthandler writes below a stack: it says nothing of the fault."""
-    return "\n".join(line for line in text.splitlines() if not line.startswith("Extension modules: "))
 
 
 def _printable(error: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class TrialBatches:
         self._counted: Counted | None = spec.counted
         self._made = 0
         self._items = self._samples = 0
-        self._typical: list[Batch] = []
+        self._typical: list[Batch] = []  # this rank's shares of them
 
     def next(self, samples: int) -> Batch:
         """The next batch of this rank.
@@ -53,7 +53,10 @@ class TrialBatches:
         first is of the largest batch that was seen, and is not to be timed.
         """
         if self.sizes is not None and not self._typical:
-            self._typical = self._typical_shares()
+            for index in self.sizes.typical:
+                batch = next(self._from(index, 1))
+                self._count(batch, self.run.workload.global_batch)
+                self._typical.append(self.run.local_share(batch))
             return slice_batch(self.run.local_share(self._largest()), 0, samples)
         if self.sizes is not None:
             self._made += 1
@@ -92,16 +95,6 @@ class TrialBatches:
             self.next(self.run.config.micro_batch)
         mean = self._items / self._samples if self._samples else 0.0
         return round(ranks.mean(mean) * self.run.workload.global_batch)
-
-    def _typical_shares(self) -> list[Batch]:
-        """This rank's shares of the typical batches."""
-        assert self.sizes is not None, "only where sizes differ"
-        shares = []
-        for index in self.sizes.typical:
-            batch = next(self._from(index, 1))
-            self._count(batch, self.run.workload.global_batch)
-            shares.append(self.run.local_share(batch))
-        return shares
 
     def _from(self, index: int, number: int) -> Iterator[Batch]:
         make_batch = with_seeded_batches(self.run.workload).make_batch

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -145,7 +145,6 @@ class LoaderMeasurement:
     def answers(self) -> Iterator[LoadingAnswer]:
         """Measures settings until the step waits no more, none is left, or the time is over; an answer after each."""
         until = time.monotonic() + self.request.time_s
-        self._choose_unit()
         self._measure_own()
         for setting in self.settings():
             if self.ranks.any(time.monotonic() > until):
@@ -184,8 +183,8 @@ class LoaderMeasurement:
 
     # What the step runs on.
 
-    def _choose_unit(self) -> None:
-        """A whole step where several fit into a setting's time; else as many micro-steps as do."""
+    def _measure_own(self) -> None:
+        """The unit alone: its batch is at hand. It is a whole step, or as many micro-steps as fit several times."""
         run, request = self.run, self.request
         unit_s = SETTING_SHARE * request.time_s / UNITS_PER_SETTING
         micro_steps = run.accumulation
@@ -193,9 +192,6 @@ class LoaderMeasurement:
             micro_steps = max(1, math.floor(unit_s / request.step_s * run.accumulation))
         self.unit_samples = micro_steps * run.config.micro_batch
         self._own_batch = run.workload.make_batch(self.unit_samples, 0)
-
-    def _measure_own(self) -> None:
-        """The unit alone: its batch is at hand."""
         own = itertools.repeat(self._own_batch)
         self._run_units(own, most=1)  # compiles, and makes the optimizer's state
         count, seconds = self._run_units(
@@ -328,15 +324,14 @@ class LoaderBatches(Iterator[Any]):
     """
 
     def __init__(self, loader: Any, *, samples: int) -> None:
-        self.loader, self.samples = loader, samples
-        self.waited_s = 0.0
+        self.loader, self.waited_s = loader, 0.0
         self._iterator: Any = None
-        self._of_epoch = 0
+        self._batches = self._over_and_over(samples)
 
     def __next__(self) -> Any:
         began = time.perf_counter()
         try:
-            batch = self._next()
+            batch = next(self._batches)
         except LoadingError:
             raise
         except Exception as error:  # of the DataLoader, or of a worker: with the worker's whole traceback
@@ -347,26 +342,24 @@ class LoaderBatches(Iterator[Any]):
         self.waited_s += time.perf_counter() - began
         if isinstance(batch, Failure):
             raise LoadingError(batch.text)
-        self._of_epoch += 1
         return batch
 
-    def _next(self) -> Any:
-        if self._iterator is None:
-            self._iterator = iter(self.loader)
-        batch = next(self._iterator, None)
-        if batch is None:
-            if not self._of_epoch:
-                raise LoadingError(f"the dataset ends before it has given one whole batch of {self.samples} samples")
-            self._iterator, self._of_epoch = iter(self.loader), 0
-            batch = next(self._iterator, None)
-            if batch is None:
-                raise LoadingError("the dataset gives nothing when it is gone over again: it is used up")
-        return batch
+    def _over_and_over(self, samples: int) -> Generator[Any, None, None]:
+        why = f"the dataset ends before it has given one whole batch of {samples} samples"
+        while True:
+            self._iterator, found = iter(self.loader), False
+            for batch in self._iterator:
+                found = True
+                yield batch
+            if not found:
+                raise LoadingError(why)
+            why = "the dataset gives nothing when it is gone over again: it is used up"
 
     def close(self) -> None:
         """Ends the workers."""
         shutdown = getattr(self._iterator, "_shutdown_workers", None)
         self._iterator = None
+        self._batches.close()
         self.loader._iterator = None  # where workers stay between epochs
         if shutdown is not None:
             shutdown()

@@ -313,12 +313,46 @@ class TrialRunner:
         return directory
 
     def _trial(self, order: TrialOrder, report: ProcessReport) -> Trial:
-        return make_trial(
-            order,
-            report,
-            device=self.device,
-            memory_limit_bytes=self.memory_limit_bytes,
-            global_batch=self.spec.global_batch,
+        """Makes the record of a trial from the report of its processes.
+
+        The outcome is decided by what the supervisor did (deadline, memory limit), else by wait statuses and
+        exceptions, else by the answers of the ranks; never by log text alone.
+        """
+        verdict, cause = _verdict(report), cause_of(report)
+        good = [answer for rank in report.ranks if (answer := _answer(rank)) is not None]
+        first = good[0] if good else TrialAnswer()
+        # what an allocator barely held was timed all the same
+        fragile = verdict.outcome is Outcome.OUT_OF_MEMORY and bool(good)
+        failed = verdict.outcome not in (Outcome.OK, Outcome.PRUNED)
+        step = first.step_time_s if not failed or fragile else None
+        total = report.ended is Ended.DEADLINE and report.phase_deadline_s == order.deadline_s
+        reason = verdict.reason
+        if report.ended is Ended.DEADLINE and (compiling_s := report.phase_seconds.get("compile", 0.0)):
+            reason = f"{reason}; compiling took {compiling_s:.3g} s of it"
+        shown = report.first_failure or (report.ranks[0] if report.ranks else None)
+        return Trial(
+            number=order.number,
+            purpose=order.purpose,
+            round=order.round,
+            config=order.config,
+            outcome=verdict.outcome,
+            detail=verdict.detail,
+            reason=reason,
+            budget_ended=total and order.deadline_of_budget,
+            phase=report.phase,
+            step_time_s=step,
+            tokens_per_s=invert(step, first.items_per_step) if step is not None else None,
+            **{name: getattr(first, name) for name in MEASURED},
+            at_least_s=first.at_least_s if good else _at_least_s(order, report, self.spec.global_batch),
+            peak_memory=_peak(good, report, self.device, self.memory_limit_bytes),
+            **_predicted(order.prediction),
+            seconds_spent=report.seconds,
+            startup_s=report.startup_s or 0.0,
+            phase_seconds=report.phase_seconds,
+            window=_window(good),
+            last_lines=_last_lines(shown) if failed and shown is not None else "",
+            exit_status=_exit_status(shown) if failed and shown is not None else None,
+            cause=None if cause is None else cause.value,
         )
 
 
@@ -371,57 +405,6 @@ def make_attempt(
         exit_status=None if rank is None else _exit_status(rank),
         seconds_spent=report.seconds,
         started=_utc_now(),
-    )
-
-
-def make_trial(
-    order: TrialOrder,
-    report: ProcessReport,
-    *,
-    device: Literal["cuda", "cpu"],
-    memory_limit_bytes: int,
-    global_batch: int,
-) -> Trial:
-    """Makes the record of a trial from the report of its processes.
-
-    The outcome is decided by what the supervisor did (deadline, memory limit), else by wait statuses and exceptions,
-    else by the answers of the ranks; never by log text alone.
-    """
-    verdict, cause = _verdict(report), cause_of(report)
-    good = [answer for rank in report.ranks if (answer := _answer(rank)) is not None]
-    first = good[0] if good else TrialAnswer()
-    # what an allocator barely held was timed all the same
-    fragile = verdict.outcome is Outcome.OUT_OF_MEMORY and bool(good)
-    failed = verdict.outcome not in (Outcome.OK, Outcome.PRUNED)
-    step = first.step_time_s if not failed or fragile else None
-    total = report.ended is Ended.DEADLINE and report.phase_deadline_s == order.deadline_s
-    reason = verdict.reason
-    if report.ended is Ended.DEADLINE and (compiling_s := report.phase_seconds.get("compile", 0.0)):
-        reason = f"{reason}; compiling took {compiling_s:.3g} s of it"
-    shown = report.first_failure or (report.ranks[0] if report.ranks else None)
-    return Trial(
-        number=order.number,
-        purpose=order.purpose,
-        round=order.round,
-        config=order.config,
-        outcome=verdict.outcome,
-        detail=verdict.detail,
-        reason=reason,
-        budget_ended=total and order.deadline_of_budget,
-        phase=report.phase,
-        step_time_s=step,
-        tokens_per_s=invert(step, first.items_per_step) if step is not None else None,
-        **{name: getattr(first, name) for name in MEASURED},
-        at_least_s=first.at_least_s if good else _at_least_s(order, report, global_batch),
-        peak_memory=_peak(good, report, device, memory_limit_bytes),
-        **_predicted(order.prediction),
-        seconds_spent=report.seconds,
-        startup_s=report.startup_s or 0.0,
-        phase_seconds=report.phase_seconds,
-        window=_window(good),
-        last_lines=_last_lines(shown) if failed and shown is not None else "",
-        exit_status=_exit_status(shown) if failed and shown is not None else None,
-        cause=None if cause is None else cause.value,
     )
 
 
