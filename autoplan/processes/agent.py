@@ -33,7 +33,7 @@ from autoplan.processes.files import KINDS
 from autoplan.processes.owner import folder_prefix, sweep_folders
 from autoplan.processes.report import StopTask
 from autoplan.processes.task import Placement, Progress, Task
-from autoplan.processes.wire import FrameReader, send_frame
+from autoplan.processes.wire import FrameReader, GoneError, send_frame
 from autoplan.record import Record
 
 PLANNER_VARIABLE = "AUTOPLAN_PLANNER"
@@ -58,10 +58,6 @@ RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 class RefusedError(DeviceError):
     """The other side is not of this search, or of another version."""
-
-
-class _PlannerGoneError(Exception):
-    """The planner's end of the connection is closed. No OSError: a disk that is full here is something else."""
 
 
 # What planner and agent both do.
@@ -184,15 +180,15 @@ class Agent:
         """Runs what the planner asks for until it says goodbye; returns SENT_AWAY if that was a refusal.
 
         Raises:
-            _PlannerGoneError: it is gone.
+            GoneError: it is gone.
         """
         self._send({"kind": "hello", "host": platform.node(), "pid": os.getpid()})
-        welcome, _ = self._read(None) or ({}, b"")
+        welcome, _ = self._reader.read(None) or ({}, b"")
         threading.Thread(target=self._beat, daemon=True).start()
         with Zygote(preload=welcome["preload"]) as zygote:
             try:
                 while True:
-                    header, _ = self._read(None) or ({}, b"")
+                    header, _ = self._reader.read(None) or ({}, b"")
                     if header["kind"] == "bye":
                         if header.get("why"):
                             print(f"autoplan: the planner cannot use this node: {header['why']}", file=sys.stderr)
@@ -224,7 +220,7 @@ class Agent:
             for path in sorted(path for path in folder.iterdir() if path.is_file()):
                 self._send_file(path, place.first_rank)
             self._send({"kind": "ended", "report": report.model_dump(mode="json")})
-        except _PlannerGoneError:
+        except GoneError:
             raise
         except Exception as error:
             self._send({"kind": "failed", "text": f"{type(error).__name__}: {error}"})
@@ -234,7 +230,7 @@ class Agent:
 
     def _look(self, progress: Progress) -> None:
         """Between two looks at the ranks: what the planner says meanwhile."""
-        frame = self._read(0)
+        frame = self._reader.read(0)
         if frame is not None and frame[0]["kind"] == "cancel":
             raise StopTask
 
@@ -257,24 +253,15 @@ class Agent:
         while not self._ended.wait(BEAT_S):
             try:
                 self._send({"kind": "beat"})
-            except _PlannerGoneError:
+            except GoneError:
                 if self._ended.wait(0.5):
                     return
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(60.0)
 
     def _send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        try:
-            with self._lock:
-                send_frame(self._connection, header, payload)
-        except OSError as error:
-            raise _PlannerGoneError from error
-
-    def _read(self, timeout_s: float | None) -> tuple[dict[str, Any], bytes] | None:
-        try:
-            return self._reader.read(timeout_s)
-        except (EOFError, OSError) as error:
-            raise _PlannerGoneError from error
+        with self._lock:
+            send_frame(self._connection, header, payload)
 
 
 def connect(address: str, token: str) -> socket.socket:
@@ -301,7 +288,7 @@ def serve(connection: socket.socket) -> int:
     sweep_folders()
     # Its zygote ends all that it started. With 0 torchrun would take it for done, and start nothing again.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with connection, contextlib.suppress(_PlannerGoneError):
+    with connection, contextlib.suppress(GoneError):
         return Agent(connection).serve()
     return 0
 

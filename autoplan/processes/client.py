@@ -30,7 +30,7 @@ from autoplan.processes.owner import (
 )
 from autoplan.processes.report import Ended, ProcessReport, StopTask, ZygoteError, build_report
 from autoplan.processes.task import Progress, Request, Task
-from autoplan.processes.wire import FrameReader, send_frame
+from autoplan.processes.wire import FrameReader, GoneError, send_frame
 
 _START_S = 300.0
 LOAD_S = 60.0
@@ -132,7 +132,7 @@ class Zygote:
         try:
             self._send({"kind": "load", "modules": new})
             ready = self._await_ready(time.monotonic(), LOAD_S)
-        except (_Gone, ZygoteError):
+        except (GoneError, ZygoteError):
             self._preload = [name for name in self._preload if name not in new]
             self._lose()
             return
@@ -211,28 +211,31 @@ class Zygote:
     ) -> dict[str, Any]:
         try:
             self._send({"kind": "run", "request": request.model_dump()}, payload)
-        except _Gone:
+        except GoneError:
             return self._lose()
         except BaseException:
             self._lose()  # half a request was sent: the zygote cannot understand what follows
             raise
         try:
-            return self._await_end(on_progress)
-        except _Gone:
-            return self._lose()
+            ended = self._await_end(on_progress)
         except StopTask:
             return self._cancel()
         except BaseException:
             self._cancel()
             raise
+        return self._lose() if ended is None else ended
 
-    def _await_end(self, on_progress: Callable[[Progress], None] | None) -> dict[str, Any]:
+    def _await_end(self, on_progress: Callable[[Progress], None] | None) -> dict[str, Any] | None:
+        """The last message of the task; None: the zygote is gone or silent."""
         heard_at = time.monotonic()
         while True:
-            message = self._receive(_LISTEN_S)
+            try:  # not around the callback, which may have lost a connection of its own
+                message = self._receive(_LISTEN_S)
+            except GoneError:
+                return None
             if message is None:
                 if not self.alive or time.monotonic() - heard_at > _SILENCE_S:
-                    raise _Gone
+                    return None
                 continue
             heard_at = time.monotonic()
             if message["kind"] == "ended":
@@ -249,7 +252,7 @@ class Zygote:
                 message = self._receive(_LISTEN_S)
                 if message is not None and message["kind"] == "ended":
                     return message
-        except _Gone:
+        except GoneError:
             pass
         except BaseException:
             self._lose()
@@ -258,17 +261,11 @@ class Zygote:
 
     def _send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         assert self._connection is not None
-        try:
-            send_frame(self._connection, header, payload)
-        except OSError as error:
-            raise _Gone from error
+        send_frame(self._connection, header, payload)
 
     def _receive(self, timeout_s: float) -> dict[str, Any] | None:
         assert self._reader is not None
-        try:
-            frame = self._reader.read(timeout_s)
-        except (EOFError, OSError) as error:
-            raise _Gone from error
+        frame = self._reader.read(timeout_s)
         return None if frame is None else frame[0]
 
     def _lose(self) -> dict[str, Any]:
@@ -325,7 +322,7 @@ class Zygote:
                 message = self._receive(_LISTEN_S)
                 if message is not None and message["kind"] == "ready":
                     return message
-        except _Gone:
+        except GoneError:
             # Its end closes a moment before its status can be read.
             status = self._process.wait(_SWEEP_S)
             state, killed = f"ended with status {status}", status > 128 or status < 0
@@ -353,10 +350,6 @@ class Zygote:
             self._output.close()
         self._process = self._connection = self._reader = self._output = self.pid = None
         return swept
-
-
-class _Gone(Exception):
-    """The other end of the connection is gone; an OSError of the caller's callback is none."""
 
 
 def _pickle_payload(task: Task) -> bytes:

@@ -33,7 +33,7 @@ from autoplan.processes.owner import folder_prefix
 from autoplan.processes.report import Ended, ProcessReport, RankReport, StopTask, build_report
 from autoplan.processes.supervisor import EFFECT_WITHIN_S
 from autoplan.processes.task import Placement, Progress, Task
-from autoplan.processes.wire import FrameReader, send_frame
+from autoplan.processes.wire import FrameReader, GoneError, send_frame
 from autoplan.text import printable
 
 SILENCE_S = 30.0
@@ -269,7 +269,7 @@ class Nodes(Zygote):
             set_keepalive(connection)
             agent = AgentLink(connection, str(address))
             agent.greet(self._preload)
-        except (DeviceError, OSError, EOFError):
+        except (DeviceError, OSError, GoneError):
             connection.close()
             return
         if self._describe is not None:
@@ -449,11 +449,11 @@ class AgentLink:
         """Hears who it is, and says what its zygote shall import.
 
         Raises:
-            OSError, EOFError: it is gone.
+            GoneError: it is gone, or says something else.
         """
         frame = self._reader.read(PROVE_S)
         if frame is None or frame[0].get("kind") != "hello":
-            raise EOFError("it did not say who it is")
+            raise GoneError("it did not say who it is")
         self.host = str(frame[0]["host"])[:64]
         send_frame(self._connection, {"kind": "welcome", "preload": list(preload)})
 
@@ -493,7 +493,7 @@ class AgentLink:
             while not self.lost and (frame := self._reader.read(timeout_s)) is not None:
                 self._heard_at, timeout_s = time.monotonic(), 0
                 self._take(*frame)
-        except (EOFError, OSError, ValueError) as error:
+        except (GoneError, ValueError) as error:
             self._lose(str(error) or type(error).__name__)
         if not self.lost and time.monotonic() - self._heard_at > SILENCE_S:
             self._lose(f"it was silent for {SILENCE_S:.0f} s")
@@ -524,7 +524,7 @@ class AgentLink:
         """Sends it a message; that it is gone is seen at the next look."""
         try:
             send_frame(self._connection, header)
-        except OSError as error:
+        except GoneError as error:
             self._lose(str(error))
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ limit and 1 GiB, where no NVIDIA device can be used (a CUDA context maps far mor
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import time
@@ -203,11 +202,8 @@ class Supervisor:
 
     def _wait(self, timeout_s: float, planner_fds: Sequence[int] = ()) -> None:
         """Sleeps until the time is over, a rank ends, or one of the descriptors is ready."""
-        poller = select.poll()
-        for fd in (*planner_fds, *(state.pidfd for state in self._ranks)):
-            if fd is not None:
-                poller.register(fd, select.POLLIN)
-        poller.poll(timeout_s * 1000)
+        pidfds = [state.pidfd for state in self._ranks if state.pidfd is not None]
+        linux.await_readable([*planner_fds, *pidfds], timeout_s)
 
     def _reap(self) -> None:
         """Takes every wait status there is: of the ranks, and of orphans that the zygote adopted."""

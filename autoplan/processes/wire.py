@@ -7,14 +7,19 @@ to be read then; and its writer waits for a planner that does not read.
 from __future__ import annotations
 
 import json
-import select
 import socket
 import struct
 import time
 from typing import Any
 
+from autoplan.processes import linux
+
 _LENGTHS = struct.Struct(">IQ")  # bytes of the header, bytes of the payload
 _CHUNK_BYTES = 1 << 20
+
+
+class GoneError(Exception):
+    """The other end of a connection is gone. No OSError: a disk that is full here is something else."""
 
 
 def encode_frame(header: dict[str, Any], payload: bytes = b"") -> list[bytes]:
@@ -27,10 +32,13 @@ def send_frame(connection: socket.socket, header: dict[str, Any], payload: bytes
     """Sends one frame, however long it takes.
 
     Raises:
-        OSError: The other end is gone.
+        GoneError: The other end is gone.
     """
-    for piece in encode_frame(header, payload):
-        connection.sendall(piece)
+    try:
+        for piece in encode_frame(header, payload):
+            connection.sendall(piece)
+    except OSError as error:
+        raise GoneError(str(error)) from error
 
 
 class FrameReader:
@@ -50,21 +58,20 @@ class FrameReader:
             Header and payload, or None after the time.
 
         Raises:
-            EOFError: The other end is closed.
+            GoneError: The other end is gone.
         """
         give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
-        poller = select.poll()
-        poller.register(self._connection, select.POLLIN)
         while (frame := self._take()) is None:
             wait_s = None if give_up_at is None else max(0.0, give_up_at - time.monotonic())
-            if not poller.poll(None if wait_s is None else wait_s * 1000):
+            if not linux.await_readable([self._connection.fileno()], wait_s):
                 return None
             try:
                 data = self._connection.recv(_CHUNK_BYTES)
-            except ConnectionError as error:
-                raise EOFError("the other end is gone") from error
+            except OSError as error:
+                why = "the other end is gone" if isinstance(error, ConnectionError) else str(error)
+                raise GoneError(why) from error
             if not data:
-                raise EOFError("the other end is closed")
+                raise GoneError("the other end is closed")
             self._buffer += data
         return frame
 

@@ -23,15 +23,11 @@ from autoplan.processes import linux
 from autoplan.processes.guard import Terminated, end_on_sigterm, fork_guarded
 from autoplan.processes.supervisor import Supervisor
 from autoplan.processes.task import Request
-from autoplan.processes.wire import FrameReader, encode_frame, send_frame
+from autoplan.processes.wire import FrameReader, GoneError, encode_frame, send_frame
 
 HIDDEN = ("torchao",)
 """Packages that ask for the GPU while they are imported, which libraries import wherever they are installed (torchao
 0.18: prototype/mx_formats/kernels.py, `has_triton()`). The zygote's imports do not find them; ranks do."""
-
-
-class PlannerGone(Exception):
-    """The planner died or closed the connection."""
 
 
 def main(connection_fd: int, planner_pid: int, preload: list[str]) -> NoReturn:
@@ -56,8 +52,8 @@ def main(connection_fd: int, planner_pid: int, preload: list[str]) -> NoReturn:
     try:
         server.announce(errors, initializer)
         server.serve()
-    except (PlannerGone, Terminated, OSError) as stop:
-        exit_code = 0 if isinstance(stop, PlannerGone) else 1
+    except (GoneError, Terminated, OSError) as stop:
+        exit_code = 0 if isinstance(stop, GoneError) else 1
     for pid in linux.descendants(os.getpid()):
         linux.signal_quietly(pid, signal.SIGKILL)
     os._exit(exit_code)
@@ -86,7 +82,7 @@ class ZygoteServer:
         send_frame(self._connection, ready)
 
     def serve(self) -> None:
-        """Runs tasks until the planner is gone (`PlannerGone`)."""
+        """Runs tasks until the planner is gone (`GoneError`)."""
         while True:
             header, payload = self._next_request()
             if header["kind"] == "load":
@@ -112,24 +108,18 @@ class ZygoteServer:
         while True:
             linux.await_readable(self._fds)
             self._check_planner()
-            frame = self._read()
+            frame = self._reader.read(timeout_s=0)
             if frame is not None:
                 return frame
 
     def _is_cancelled(self) -> bool:
         self._check_planner()
-        frame = self._read()
+        frame = self._reader.read(timeout_s=0)
         return frame is not None and frame[0]["kind"] == "cancel"
-
-    def _read(self) -> tuple[dict[str, Any], bytes] | None:
-        try:
-            return self._reader.read(timeout_s=0)
-        except EOFError as error:
-            raise PlannerGone from error
 
     def _check_planner(self) -> None:
         if self._planner_pidfd is not None and linux.await_readable([self._planner_pidfd], 0.0):
-            raise PlannerGone
+            raise GoneError
 
     def _send_progress(self, message: dict[str, Any]) -> None:
         """Sends what the planner can take now, and drops the message if it has not taken the last one."""

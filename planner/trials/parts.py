@@ -207,7 +207,7 @@ class Parts:
     ) -> None:
         self._parts, self._runners, self._idle, self._owned = tuple(parts), tuple(runners), tuple(idle), tuple(owned)
         self._runs: dict[int, _Run] = {}
-        self._heard: SimpleQueue[tuple[str, int, Any]] = SimpleQueue()
+        self._heard: SimpleQueue[tuple[str, int, _Run, Any]] = SimpleQueue()
 
     def __enter__(self) -> Parts:
         """Starts the zygotes, side by side, and waits for them."""
@@ -248,7 +248,7 @@ class Parts:
             return runner.run(
                 order,
                 on_progress=lambda progress: self._on_progress(number, run, progress),
-                on_attempt=lambda report: self._heard.put(("attempt", number, (order, report))),
+                on_attempt=lambda report: self._heard.put(("attempt", number, run, (order, report))),
                 left_s=left_s,
             )
 
@@ -307,10 +307,11 @@ class Parts:
         """Ends everything; returns the trials that had come to their end."""
         ended = []
         try:
-            for number, what in self._end(list(self._runs)):
+            self._end(list(self._runs))
+            while not self._heard.empty():
+                *_, what = self._heard.get_nowait()
                 if isinstance(what, EndedRun) and what.trial.outcome is not Outcome.INTERRUPTED:
                     ended.append(what)
-                self._runs.pop(number, None)
         finally:
             self._runs.clear()
             for zygote in self._owned:
@@ -336,7 +337,7 @@ class Parts:
                 what = error
             if run.order is not None and isinstance(what, Trial):
                 what = EndedRun(part=number, order=run.order, trial=what)
-            self._heard.put(("end", number, what))
+            self._heard.put(("end", number, run, what))
 
         run.thread = threading.Thread(target=body, name=f"part {number}", daemon=True)
         self._runs[number] = run
@@ -344,45 +345,34 @@ class Parts:
 
     def _on_progress(self, number: int, run: _Run, progress: Progress) -> None:
         _stop_if_told(run)
-        self._heard.put(("progress", number, progress))
+        self._heard.put(("progress", number, run, progress))
 
     def _take(self, until: float) -> tuple[str, int, Any] | None:
-        """The next that is heard; None: nothing until then. An error of a part is raised."""
+        """The next that is heard; None: nothing until then, or it is of a run that was told to end.
+
+        An error of a part is raised.
+        """
         try:
-            heard = self._heard.get(timeout=max(0.0, until - time.monotonic()))
+            kind, number, run, what = self._heard.get(timeout=max(0.0, until - time.monotonic()))
         except Empty:
             return None
-        kind, number, what = heard
+        if self._runs.get(number) is not run:
+            return None
         if kind == "end":
-            self._runs.pop(number, None)
+            del self._runs[number]
             if isinstance(what, BaseException):
                 raise what
-        return heard
+        return kind, number, what
 
-    def _end(self, numbers: Sequence[int]) -> list[tuple[int, Any]]:
-        """Tells the runs of some parts to end, and waits for them; returns how those ended that are heard of no more.
-
-        What other parts say meanwhile is kept for `wait`.
-        """
-        asked = {number: self._runs[number] for number in numbers if number in self._runs}
-        for run in asked.values():
+    def _end(self, numbers: Sequence[int]) -> None:
+        """Tells the runs of some parts to end, and waits for them."""
+        asked = [self._runs.pop(number) for number in numbers if number in self._runs]
+        for run in asked:
             run.stop.set()
         give_up_at = time.monotonic() + END_S
-        for run in asked.values():
+        for run in asked:
             if run.thread is not None:
                 run.thread.join(max(0.0, give_up_at - time.monotonic()))
-        ended, kept = list[tuple[str, int, Any]](), list[tuple[str, int, Any]]()
-        while True:
-            try:
-                heard = self._heard.get_nowait()
-            except Empty:
-                break
-            (ended if heard[1] in asked else kept).append(heard)
-        for heard in kept:
-            self._heard.put(heard)
-        for number in asked:
-            self._runs.pop(number, None)
-        return [(number, what) for kind, number, what in ended if kind == "end"]
 
 
 def _stop_if_told(run: _Run) -> None:
