@@ -12,12 +12,11 @@ the ranks of one task after another. `run` always returns a report, and leaves n
     cause.py          what ended a task, in words where a limit did; `run_again` for one that something outside ended
     guard.py          the zygote's parent, for the case that planner and zygote are killed at once
     zygote.py         the zygote's own process: imports once, then forks
-    supervisor.py     runs one task inside the zygote: starts, watches and ends the ranks
+    supervisor.py     runs one task inside the zygote: starts and ends the ranks, watches them and their memory
     rank.py           what a rank does before and after its target
     context.py        RankContext: the first argument of every target
     files.py          the files of a task: heartbeats, results, output
     wire.py           messages between the planner and the zygote
-    memory.py         the host memory of all descendants
     owner.py          ProcessIdentity; folders and processes that name their owner, and what dead owners left
     launch.py         several ranks of a program with torch elastic, and nothing of it left behind
     linux.py          Linux calls that Python does not wrap, readings from /proc

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,8 +98,6 @@ class RankContext:
             backend: "gloo", "nccl", or one per device such as "cpu:gloo,cuda:nccl".
             timeout_s: For the meeting, and for every collective after it.
         """
-        from datetime import timedelta
-
         import torch.distributed as dist
 
         store, timeout = self.open_store(timeout_s), timedelta(seconds=timeout_s)
@@ -113,8 +112,6 @@ class RankContext:
         Args:
             timeout_s: For the meeting, and for a value that another rank is to set.
         """
-        from datetime import timedelta
-
         import torch.distributed as dist
 
         timeout = timedelta(seconds=timeout_s)
@@ -146,8 +143,6 @@ class RankContext:
         """Keeps rank 0, which serves the store, until the others are through, or so many seconds are over."""
         if self._store is None or self.world_size == 1:
             return
-        from datetime import timedelta
-
         try:
             self._store.set(f"autoplan/left/{self.rank}", "1")
             if self.rank == 0:

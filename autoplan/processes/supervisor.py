@@ -19,7 +19,6 @@ from typing import Any
 from autoplan.processes import linux
 from autoplan.processes.context import RankSpec
 from autoplan.processes.files import drop_early_output, rank_file, read_json
-from autoplan.processes.memory import MemoryWatch, data_limit_bytes
 from autoplan.processes.rank import run_forked
 from autoplan.processes.report import Ended
 from autoplan.processes.task import ANY_PHASE, FIRST_PHASE, Request
@@ -67,10 +66,11 @@ class Verdict:
     trouble: str = ""
 
 
+@dataclass(kw_only=True)
 class Supervisor:
     """One task, from the first fork to the last wait.
 
-    Args:
+    Attributes:
         request: What `Zygote.run` sent.
         payload: The pickled target and arguments.
         is_cancelled: Asks the planner: True if the task is to be cancelled.
@@ -79,28 +79,21 @@ class Supervisor:
         send_progress: Takes a message for the planner.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        payload: bytes,
-        *,
-        is_cancelled: Callable[[], bool],
-        planner_fds: list[int],
-        send_progress: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self._request = request
-        self._payload = payload
-        self._is_cancelled = is_cancelled
-        self._planner_fds = planner_fds
-        self._send_progress = send_progress
-        self._directory = Path(request.directory)
-        self._memory = MemoryWatch(os.getpid(), request.memory_limit_bytes)
+    request: Request
+    payload: bytes
+    is_cancelled: Callable[[], bool]
+    planner_fds: list[int]
+    send_progress: Callable[[dict[str, Any]], None]
+
+    def __post_init__(self) -> None:
+        self._directory = Path(self.request.directory)
+        limit_bytes = self.request.memory_limit_bytes
+        self._memory = MemoryWatch(os.getpid(), limit_bytes)
         self._ranks: list[RankState] = []
         self._swept: set[int] = set()
         self._began_at = time.monotonic()
         self._progress_at = 0.0
-        limit_bytes = request.memory_limit_bytes
-        env = {**os.environ, **request.env}
+        env = {**os.environ, **self.request.env}
         self._data_limit_bytes = None if limit_bytes is None else data_limit_bytes(limit_bytes, env)
 
     def run(self) -> dict[str, Any]:
@@ -145,7 +138,7 @@ class Supervisor:
         Raises:
             OSError: the machine has no process, descriptor or port to give.
         """
-        request = self._request
+        request = self.request
         place = request.placement
         first = place is None or place.first_rank == 0
         here = ("127.0.0.1", 0) if place is None or not first else (place.master_addr, place.master_port)
@@ -162,14 +155,14 @@ class Supervisor:
                     data_limit_bytes=self._data_limit_bytes,
                 )
                 self._ranks.append(self._fork(spec, listener.fileno()))
-        self._payload = b""
+        self.payload = b""
 
     def _fork(self, spec: RankSpec, listener_fd: int) -> RankState:
         own_fds = [r.pidfd for r in self._ranks if r.pidfd is not None]
         forked_at = time.monotonic()
         pid = os.fork()
         if pid == 0:
-            run_forked(spec, self._payload, [*self._planner_fds, *own_fds, listener_fd])
+            run_forked(spec, self.payload, [*self.planner_fds, *own_fds, listener_fd])
         try:
             os.setpgid(pid, pid)  # the rank does it too, and either may be first
         except OSError:
@@ -181,8 +174,8 @@ class Supervisor:
     def _watch(self) -> Verdict:
         while True:
             young = time.monotonic() - self._began_at < _FAST_FOR_S
-            self._wait(_FAST_TICK_S if young or self._memory.near_limit else _SLOW_TICK_S, self._planner_fds)
-            if self._is_cancelled():
+            self._wait(_FAST_TICK_S if young or self._memory.near_limit else _SLOW_TICK_S, self.planner_fds)
+            if self.is_cancelled():
                 return Verdict(ended=Ended.CANCELLED)
             self._reap()
             for state in self._ranks:
@@ -250,19 +243,18 @@ class Supervisor:
 
     def _overdue(self) -> Verdict | None:
         """The rank that is furthest over its phase's deadline, or the whole task over its own."""
-        now, deadlines_s = time.monotonic(), self._request.deadlines_s
-        worst: tuple[float, RankState, float] | None = None
+        now, deadlines_s = time.monotonic(), self.request.deadlines_s
+        late: list[tuple[float, int, float]] = []
         for state in self._ranks:
             name, since = state.phases[-1] if state.phases else (FIRST_PHASE, state.forked_at)
             limit_s = deadlines_s.get(name, deadlines_s.get(ANY_PHASE))
-            if state.ended_at is None and limit_s is not None:
-                over_s = now - since - limit_s
-                if over_s > 0 and (worst is None or over_s > worst[0]):
-                    worst = (over_s, state, limit_s)
-        if worst is not None:
-            return Verdict(ended=Ended.DEADLINE, failed_rank=worst[1].rank, phase_deadline_s=worst[2])
-        total_s = self._request.total_deadline_s
-        if total_s is not None and now - self._request.requested_at > total_s:
+            if state.ended_at is None and limit_s is not None and now - since > limit_s:
+                late.append((now - since - limit_s, state.rank, limit_s))
+        if late:
+            _, rank, limit_s = max(late)
+            return Verdict(ended=Ended.DEADLINE, failed_rank=rank, phase_deadline_s=limit_s)
+        total_s = self.request.total_deadline_s
+        if total_s is not None and now - self.request.requested_at > total_s:
             running = next(state for state in self._ranks if state.ended_at is None)
             return Verdict(ended=Ended.DEADLINE, failed_rank=running.rank, phase_deadline_s=total_s)
         return None
@@ -273,10 +265,10 @@ class Supervisor:
             return
         self._progress_at = now
         phase, since = self._ranks[0].phases[-1] if self._ranks[0].phases else (FIRST_PHASE, self._began_at)
-        self._send_progress(
+        self.send_progress(
             {
                 "kind": "progress",
-                "seconds": now - self._request.requested_at,
+                "seconds": now - self.request.requested_at,
                 "phase": phase,
                 "phase_seconds": now - since,
                 "facts": [state.facts for state in self._ranks],
@@ -333,3 +325,79 @@ class Supervisor:
         """The descendants that are left once every wait status there is has been taken."""
         self._reap()
         return linux.descendants(os.getpid())
+
+
+# The host memory of all descendants of a process.
+
+_RELIST_S = 0.5
+_LISTING_SHARE = 0.05  # of one core, at most: a walk of /proc takes long where thousands of processes run
+_NEAR_LIMIT = 0.7
+_CONFIRM_S = 0.25  # between exact readings: the kernel walks the page tables for each
+
+# RLIMIT_DATA counts what a process maps, not what it touches, so it has to be larger than the polled limit.
+_DATA_LIMIT_FACTOR = 1.5
+_DATA_LIMIT_EXTRA_BYTES = 1 << 30
+
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
+"""The files by which a process reaches an NVIDIA GPU: on Linux, and on Windows' Linux (WSL2)."""
+
+
+def data_limit_bytes(memory_limit_bytes: int, env: dict[str, str]) -> int | None:
+    """The RLIMIT_DATA that goes with a memory limit; None where CUDA may be used.
+
+    The driver maps far more than it touches, so no limit on mappings (RLIMIT_AS, RLIMIT_DATA) is usable there.
+
+    Args:
+        memory_limit_bytes: The polled limit, for all processes together.
+        env: The environment of the ranks.
+    """
+    uses_cuda = any(map(os.path.exists, GPU_FILES)) and env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    return None if uses_cuda else int(memory_limit_bytes * _DATA_LIMIT_FACTOR) + _DATA_LIMIT_EXTRA_BYTES
+
+
+class MemoryWatch:
+    """Polls the memory of a process's descendants.
+
+    The cheap reading (anonymous plus shared resident pages, summed) counts shared pages more than once. Only where
+    it passes the limit does the exact one (proportional set size: the kernel walks the page tables) decide.
+    """
+
+    def __init__(self, root_pid: int, limit_bytes: int | None) -> None:
+        self._root_pid = root_pid
+        self._limit_bytes = limit_bytes
+        self._pids: set[int] = set()
+        self._listed_at = 0.0
+        self._listing_s = 0.0
+        self._confirmed_at = 0.0
+        self.bytes = 0
+        self.peak_bytes = 0
+        self.by_pid: dict[int, int] = {}
+
+    @property
+    def near_limit(self) -> bool:
+        """Whether the last reading asks for a shorter interval."""
+        return self._limit_bytes is not None and self.bytes > _NEAR_LIMIT * self._limit_bytes
+
+    def poll(self) -> bool:
+        """Takes a reading.
+
+        Returns:
+            True if the limit is passed.
+        """
+        now = time.monotonic()
+        wait_s = 0.0 if self.near_limit else _RELIST_S
+        if now - self._listed_at >= max(wait_s, self._listing_s / _LISTING_SHARE):
+            self._pids, self._listed_at = linux.descendants(self._root_pid), now
+            self._listing_s = time.monotonic() - now
+        self.by_pid = {pid: linux.resident_bytes(pid) for pid in self._pids}
+        self.bytes = sum(self.by_pid.values())
+        if self._limit_bytes is None or self.bytes <= self._limit_bytes:
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+            return False
+        if now - self._confirmed_at < _CONFIRM_S and self.bytes < 1.5 * self._limit_bytes:
+            return False
+        self._confirmed_at = now
+        self.by_pid = {pid: linux.proportional_bytes(pid) for pid in self._pids}
+        self.bytes = sum(self.by_pid.values())
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return self.bytes > self._limit_bytes

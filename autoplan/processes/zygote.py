@@ -93,8 +93,8 @@ class ZygoteServer:
             if header["kind"] != "run":
                 continue  # a cancellation that crossed the end of its task
             supervisor = Supervisor(
-                Request.model_validate(header["request"]),
-                payload,
+                request=Request.model_validate(header["request"]),
+                payload=payload,
                 is_cancelled=self._is_cancelled,
                 planner_fds=self._fds,
                 send_progress=self._send_progress,

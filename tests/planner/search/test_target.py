@@ -11,7 +11,7 @@ from autoplan.planner.search.setup import CUDA_MEMORY_SHARE, Target, degree_comb
 from autoplan.probes.gpu import read_gpus
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import read_host_profile
-from autoplan.processes import memory
+from autoplan.processes import supervisor
 from autoplan.strategies.analysis.facts import ParallelFacts
 from tests.probes.fake_nvml import FakeGpu, FakeNvml
 from tests.recorded import make_plan
@@ -63,6 +63,6 @@ def test_tensor_parallelism_stays_within_a_node():
 
 @pytest.mark.parametrize(("file", "limited"), [("/dev/nvidiactl", False), ("/dev/dxg", False), ("/dev/null", True)])
 def test_mappings_are_not_limited_where_there_is_a_gpu(file: str, limited: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory.os.path, "exists", lambda path: path == file)
-    assert (memory.data_limit_bytes(1 << 30, {}) is not None) is limited
-    assert memory.data_limit_bytes(1 << 30, {"CUDA_VISIBLE_DEVICES": ""}) is not None
+    monkeypatch.setattr(supervisor.os.path, "exists", lambda path: path == file)
+    assert (supervisor.data_limit_bytes(1 << 30, {}) is not None) is limited
+    assert supervisor.data_limit_bytes(1 << 30, {"CUDA_VISIBLE_DEVICES": ""}) is not None
