@@ -366,17 +366,7 @@ def _pickle_payload(task: Task) -> bytes:
 
 
 def _make_request(task: Task, directory: Path, requested_at: float) -> Request:
-    return Request(
-        target=task.target if isinstance(task.target, str) else None,
-        ranks=task.ranks,
-        directory=str(directory),
-        deadlines_s=dict(task.deadlines_s),
-        total_deadline_s=task.total_deadline_s,
-        memory_limit_bytes=task.memory_limit_bytes,
-        env=dict(task.env),
-        independent=task.independent,
-        placement=task.placement,
-        requested_at=requested_at,
-        cwd=os.getcwd(),
-        sys_path=list(map(str, sys.path)),
-    )
+    same = {name: getattr(task, name) for name in Request.model_fields if hasattr(task, name)}
+    here = {"requested_at": requested_at, "cwd": os.getcwd(), "sys_path": list(map(str, sys.path))}
+    target = task.target if isinstance(task.target, str) else None
+    return Request.model_validate(same | here | {"target": target, "directory": str(directory)})

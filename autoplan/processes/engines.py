@@ -28,6 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import platformdirs
+
 from autoplan.errors import AutoplanError, DeviceError, UsageError
 from autoplan.processes import agent
 from autoplan.processes.nodes import Engine, Wanted
@@ -300,8 +302,6 @@ class SlurmJob:
             self._began_at, state = time.monotonic(), self._state()
 
     def _submit(self, wanted: Wanted) -> None:
-        import platformdirs
-
         folder = Path(platformdirs.user_cache_dir("autoplan")) / "slurm"  # below the home folder, which nodes share
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._log = folder / f"{self._job_name}.log"

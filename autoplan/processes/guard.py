@@ -46,10 +46,6 @@ def fork_guarded(owner_pidfd: int | None, connection_fd: int, *, grace_s: float 
             os._exit(1)
         return
     os.close(connection_fd)
-    _guard(child_pid, owner_pidfd, grace_s)
-
-
-def _guard(child_pid: int, owner_pidfd: int | None, grace_s: float) -> NoReturn:
     exit_code = 1
     try:
         exit_code = _await_child(child_pid, owner_pidfd, grace_s)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+import filelock
 from pydantic import ValidationError
 
 from autoplan.errors import DeviceBusyError, StoreError
@@ -44,15 +45,11 @@ class OwnedLock:
     """
 
     def __init__(self, path: Path) -> None:
-        import filelock
-
         self._lock = filelock.FileLock(path, mode=PRIVATE_FILE)
         self._owner = path.with_name(f"{path.name}.owner")
 
     def acquire(self, *, wait: bool = False) -> bool:
         """Takes it; returns False where another process, or another lock of this one, has it."""
-        import filelock
-
         try:
             self._lock.acquire(timeout=-1 if wait else 0, poll_interval=RETRY_S)
         except filelock.Timeout:

@@ -29,6 +29,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import platformdirs
 from pydantic import TypeAdapter, ValidationError
 
 from autoplan.errors import StoreBusyError, StoreError
@@ -97,8 +98,6 @@ def study_identity(
 def study_folder(store: Path | None, identity: str) -> Path:
     """The folder of a study in a store, which may be given itself; None: the store in the user's state folder."""
     if store is None:
-        import platformdirs
-
         store = Path(platformdirs.user_state_dir("autoplan")) / "studies"
     return store if store.name == identity else store / identity
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from autoplan.planner.trials.ranks import RankSync
+from autoplan.strategies.techniques.mesh import data_position
 from autoplan.strategies.workloads.batch import repeat_samples, slice_batch
 from autoplan.strategies.workloads.counting import batch_elements, count_items, find_counted
 from autoplan.strategies.workloads.randomness import with_seeded_batches
@@ -63,8 +64,6 @@ class TrialBatches:
             return slice_batch(self._typical[(self._made - 1) % len(self._typical)], 0, samples)
         position, count = 0, 1
         if self.run.mesh is not None:
-            from autoplan.strategies.techniques.mesh import data_position
-
             position, count = data_position(self.run.mesh)
         index = self._made * count + position
         self._made += 1

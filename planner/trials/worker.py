@@ -74,8 +74,8 @@ def run_trial(context: RankContext, request: TrialRequest, slices: Slices | None
     ranks.barrier()
     if slices is not None:
         slices.ready()
-    gauge = device.type == "cpu"
-    load = LoadMonitor(device=device, root_pid=os.getppid(), gauge=gauge)  # the zygote: all below it is this trial
+    # all below the zygote is this trial
+    load = LoadMonitor(device=device, root_pid=os.getppid(), gauge=device.type == "cpu")
     timer = StepTimer(context=context, request=request, run=run, ranks=ranks, load=load, slices=slices)
     behind: BehindError | None = None
     try:
