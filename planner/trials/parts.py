@@ -366,13 +366,15 @@ class Parts:
 
     def _end(self, numbers: Sequence[int]) -> None:
         """Tells the runs of some parts to end, and waits for them."""
-        asked = [self._runs.pop(number) for number in numbers if number in self._runs]
+        asked = [self._runs[number] for number in numbers if number in self._runs]
         for run in asked:
             run.stop.set()
         give_up_at = time.monotonic() + END_S
         for run in asked:
             if run.thread is not None:
                 run.thread.join(max(0.0, give_up_at - time.monotonic()))
+        for number in numbers:
+            self._runs.pop(number, None)
 
 
 def _stop_if_told(run: _Run) -> None:
