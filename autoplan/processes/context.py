@@ -20,26 +20,19 @@ _LEAVE_WAIT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSpec:
-    """What a rank gets from the supervisor, apart from the payload. `rank` is its number on this node."""
+    """What a rank gets from the supervisor, apart from the payload."""
 
     request: Request
     rank: int
+    """Its number on this node."""
+    global_rank: int
+    """Among the ranks of all nodes."""
+    world_size: int
+    """Of independent processes each is alone."""
     zygote_pid: int
     store_port: int
     listen_fd: int | None
     data_limit_bytes: int | None
-
-    @property
-    def world_size(self) -> int:
-        """Of independent processes each is alone."""
-        if self.request.placement is not None:
-            return self.request.placement.world_size
-        return 1 if self.request.independent else self.request.ranks
-
-    @property
-    def global_rank(self) -> int:
-        """Its number among the ranks of all nodes."""
-        return self.rank + (0 if self.request.placement is None else self.request.placement.first_rank)
 
     def file(self, kind: str) -> Path:
         """One of the rank's files."""

@@ -141,14 +141,15 @@ class Supervisor:
         request = self.request
         place = request.placement
         first = place is None or place.first_rank == 0
+        world_size = (1 if request.independent else request.ranks) if place is None else place.world_size
         here = ("127.0.0.1", 0) if place is None or not first else (place.master_addr, place.master_port)
-        with socket.create_server(here, backlog=max(128, request.ranks if place is None else place.world_size)) as (
-            listener
-        ):
+        with socket.create_server(here, backlog=max(128, world_size)) as listener:
             for rank in range(request.ranks):
                 spec = RankSpec(
                     request=request,
                     rank=rank,
+                    global_rank=rank if place is None else place.first_rank + rank,
+                    world_size=world_size,
                     zygote_pid=os.getpid(),
                     store_port=listener.getsockname()[1] if place is None else place.master_port,
                     listen_fd=listener.fileno() if first and rank == 0 and not request.independent else None,
