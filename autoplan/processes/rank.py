@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import os
 import pickle
+import pkgutil
 import resource
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -92,7 +91,9 @@ def _call_target(spec: RankSpec, payload: bytes) -> int:
     _reopen_streams()
     context = RankContext(spec)
     try:
-        target, args = _load_target(request.target, payload)
+        target, args = pickle.loads(payload)
+        if request.target is not None:
+            target = pkgutil.resolve_name(request.target)
         context.mark_started()
         result = target(context, *args)
         if not context.reported and result is not None:
@@ -117,16 +118,6 @@ def _reopen_streams() -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGTERM, sys.stderr, all_threads=False, chain=True)
-
-
-def _load_target(name: str | None, payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    target, args = pickle.loads(payload)
-    if name is not None:
-        module, _, attribute = name.partition(":")
-        target = importlib.import_module(module)
-        for part in attribute.split("."):
-            target = getattr(target, part)
-    return target, args
 
 
 def _exit_status(stop: SystemExit) -> int:

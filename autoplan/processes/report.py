@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -269,9 +270,7 @@ def _printable(error: dict[str, Any]) -> dict[str, Any]:
 
 def _phase_seconds(beat: dict[str, Any], ended_at: float) -> dict[str, float]:
     """Seconds in each phase; one that was entered more than once counts as the sum."""
-    phases = beat.get("phases", [])
-    ends = [at for _, at in phases[1:]] + [ended_at]
     seconds: dict[str, float] = {}
-    for (name, since), until in zip(phases, ends, strict=True) if phases else ():
+    for (name, since), (_, until) in pairwise([*beat.get("phases", []), ("", ended_at)]):
         seconds[name] = seconds.get(name, 0.0) + until - since
     return seconds
