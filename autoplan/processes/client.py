@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -146,15 +147,11 @@ class Zygote:
     def close(self) -> None:
         """Ends the zygote and everything that it started."""
         if self._connection is not None:
-            try:
+            with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)  # reaches the zygote through every copy of the fd
-            except OSError:
-                pass
         if self._process is not None:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_CLOSE_S)
-            except subprocess.TimeoutExpired:
-                pass
         self._discard()
 
     def await_nodes(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -136,13 +137,11 @@ class RankContext:
         """Keeps rank 0, which serves the store, until the others are through, or so many seconds are over."""
         if self._store is None or self.world_size == 1:
             return
-        try:
+        with contextlib.suppress(RuntimeError):  # a rank that ended another way: the supervisor sees it
             self._store.set(f"autoplan/left/{self.rank}", "1")
             if self.rank == 0:
                 others = [f"autoplan/left/{rank}" for rank in range(1, self.world_size)]
                 self._store.wait(others, timedelta(seconds=wait_s))
-        except RuntimeError:
-            pass  # a rank that ended another way: the supervisor sees it
 
     def _write_heartbeat(self) -> None:
         beat = {"pid": os.getpid(), "started_at": self._started_at, "phases": self._phases, "facts": self._facts}

@@ -7,6 +7,7 @@ limit and 1 GiB, where no NVIDIA device can be used (a CUDA context maps far mor
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -164,10 +165,8 @@ class Supervisor:
         pid = os.fork()
         if pid == 0:
             run_forked(spec, self.payload, [*self.planner_fds, *own_fds, listener_fd])
-        try:
+        with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # the rank does it too, and either may be first
-        except OSError:
-            pass
         return RankState(rank=spec.rank, pid=pid, pidfd=linux.open_pidfd(pid), forked_at=forked_at)
 
     # -- watch ---------------------------------------------------------------------------------------------

@@ -99,10 +99,8 @@ class RecordFile:
         except BaseException as error:
             if isinstance(error, OSError):
                 self._end = before
-            try:
+            with contextlib.suppress(OSError):  # the next open drops the torn line
                 os.ftruncate(self._fd, self._end)
-            except OSError:
-                pass  # the next open drops the torn line
             if isinstance(error, OSError):
                 raise store_error(self.path, error) from error
             raise

@@ -18,6 +18,7 @@ Each planner has a folder of its own for the rest, IDENTITY.shared-1 and on.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import hashlib
@@ -182,10 +183,8 @@ class Store:
 
     def close(self) -> None:
         """Writes the clock and gives the lock back."""
-        try:
+        with contextlib.suppress(StoreError):  # a full disk: what is in the record counts
             self.tick(force=True)
-        except StoreError:
-            pass  # a full disk: what is in the record counts
         self._record.close()
         self._lock.release()
 
@@ -342,10 +341,8 @@ class Store:
         documents = self._record.documents
         self._check_head(documents[0])
         self._take_in(documents[1:], resumed=True)
-        try:
+        with contextlib.suppress(ValueError):  # no time that a search can take: the record's own figure counts
             self._spent_before_s = max(self._spent_before_s, SECONDS.validate_python(self._record.kept_clock()))
-        except ValueError:
-            pass  # no time that a search can take: the record's own figure counts
 
     def _take_in(self, documents: Sequence[dict[str, Any]], *, resumed: bool) -> None:
         for number, document in enumerate(documents, start=2):
