@@ -16,7 +16,6 @@ import importlib
 import os
 import platform
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -207,26 +206,22 @@ class Agent:
             self._send({"kind": "port", "address": address, "port": found.getsockname()[1]})
 
     def _run(self, zygote: Zygote, asked: dict[str, Any]) -> None:
-        folder: Path | None = None
         try:
-            folder = Path(tempfile.mkdtemp(prefix=folder_prefix("task")))
-            args = tuple(decode(asked.pop("args")))
-            place = Placement(**asked.pop("placement"), local_addr=self._connection.getsockname()[0])
-            if not asked["target"].startswith("autoplan."):
-                raise RefusedError(f"the planner asked for {asked['target']}")
-            whole, tells = place.world_size == asked["ranks"], asked.pop("progress", False)
-            task = Task(**asked, args=args, directory=folder, placement=None if whole else place)
-            report = zygote.run(task, on_progress=self._tell if tells else self._look)
-            for path in sorted(path for path in folder.iterdir() if path.is_file()):
-                self._send_file(path, place.first_rank)
-            self._send({"kind": "ended", "report": report.model_dump(mode="json")})
+            with tempfile.TemporaryDirectory(prefix=folder_prefix("task"), ignore_cleanup_errors=True) as name:
+                folder, args = Path(name), tuple(decode(asked.pop("args")))
+                place = Placement(**asked.pop("placement"), local_addr=self._connection.getsockname()[0])
+                if not asked["target"].startswith("autoplan."):
+                    raise RefusedError(f"the planner asked for {asked['target']}")
+                whole, tells = place.world_size == asked["ranks"], asked.pop("progress", False)
+                task = Task(**asked, args=args, directory=folder, placement=None if whole else place)
+                report = zygote.run(task, on_progress=self._tell if tells else self._look)
+                for path in sorted(path for path in folder.iterdir() if path.is_file()):
+                    self._send_file(path, place.first_rank)
+                self._send({"kind": "ended", "report": report.model_dump(mode="json")})
         except GoneError:
             raise
         except Exception as error:
             self._send({"kind": "failed", "text": f"{type(error).__name__}: {error}"})
-        finally:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def _look(self, progress: Progress) -> None:
         """Between two looks at the ranks: what the planner says meanwhile."""

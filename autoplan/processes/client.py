@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import shutil
 import socket
 import subprocess
 import sys
@@ -179,27 +178,23 @@ class Zygote:
         if not self._busy.acquire(blocking=False):
             raise ZygoteError("this zygote runs a task already", hint="use one Zygote per thread")
         requested_at = time.monotonic()
-        directory = temporary = None
-        try:
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(self._busy.release)
             payload = _pickle_payload(task)
             self.start()
             if task.directory is None:
-                directory = temporary = Path(tempfile.mkdtemp(prefix=folder_prefix("task")))
+                folder = tempfile.TemporaryDirectory(prefix=folder_prefix("task"), ignore_cleanup_errors=True)
+                directory = Path(at_end.enter_context(folder))
             else:
                 directory = task.directory.absolute()
                 directory.mkdir(parents=True, exist_ok=True)
                 clear_rank_files(directory)
+                at_end.callback(cut_output, directory)
             oom_kills_before = linux.kernel_oom_kills()
             ended = self._run_request(_make_request(task, directory, requested_at), payload, on_progress)
             if ended["ended"] == Ended.ZYGOTE_LOST.value:  # its own count is lost with it
                 ended["kernel_oom_kills"] = linux.kernel_oom_kills() - oom_kills_before
             return build_report(task, directory, requested_at, ended)
-        finally:
-            self._busy.release()
-            if temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)
-            elif directory is not None:
-                cut_output(directory)
 
     # -- one request ---------------------------------------------------------------------------------------
 

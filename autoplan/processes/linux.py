@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 from collections import defaultdict
@@ -145,13 +147,10 @@ def environments(name: str) -> dict[int, str]:
     prefix = name.encode() + b"="
     found = {}
     for pid in all_pids():
-        try:
-            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        value = next((entry for entry in entries if entry.startswith(prefix)), None)
-        if value is not None:
-            found[pid] = value[len(prefix) :].decode(errors="replace")
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if entry.startswith(prefix):
+                    found[pid] = entry.removeprefix(prefix).decode(errors="replace")
     return found
 
 
@@ -182,11 +181,11 @@ def kernel_oom_kills() -> int:
 
     Source: memory.events of cgroup v2 and memory.oom_control of v1 (oom_kill: kills by any OOM killer), /proc/vmstat.
     """
-    for place in _oom_counters():
-        count = _counter(place, "oom_kill")
-        if count is not None:
-            return count
-    return _counter(Path("/proc/vmstat"), "oom_kill") or 0
+    for place in (*_oom_counters(), Path("/proc/vmstat")):
+        with contextlib.suppress(OSError):
+            if found := re.search(r"^oom_kill (\d+)$", place.read_text(), re.MULTILINE):
+                return int(found[1])
+    return 0
 
 
 def _oom_counters() -> list[Path]:
@@ -205,15 +204,6 @@ def _oom_counters() -> list[Path]:
             continue
         places += [root / path.lstrip("/") / name, root / name]
     return places
-
-
-def _counter(path: Path, name: str) -> int | None:
-    """The value of a `name value` line in a file of the kernel; None if there is none."""
-    try:
-        lines = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return None
-    return next((int(line[1]) for line in lines if len(line) == 2 and line[0] == name), None)
 
 
 def signal_quietly(pid: int, number: int, *, group: bool = False) -> bool:

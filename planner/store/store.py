@@ -26,7 +26,6 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -418,13 +417,13 @@ def _take(folder: Path, *, wait: bool = False) -> OwnedLock:
 
 def _take_free(folder: Path) -> tuple[Path, OwnedLock]:
     """The first of FOLDER.shared-1 and on that no other planner on this machine has, and its lock."""
-    for number in count(1):
+    number = 1
+    while True:
         place = folder.with_name(f"{folder.name}.shared-{number}")
         try:
             return place, _take(place)
         except StoreBusyError:
-            continue
-    raise AssertionError("there is always a further folder")
+            number += 1
 
 
 def _move_aside(folder: Path) -> Path:
