@@ -143,20 +143,16 @@ class Store:
         self.renamed_to: Path | str | None = None
         head = {"kind": "study", "schema": RECORD_SCHEMA, "identity": identity, "summary": dict(summary)}
         head["created"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(lambda: self._lock.release())  # of `fresh` it is another one by then
             self._record: RecordFile | SharedRecord = (
                 self._open_file(fresh) if storage is None else self._open_shared(storage, head, fresh)
             )
-            try:
-                if not self._record.documents:
-                    self._record.append(head)
-                self._load()
-            except BaseException:
-                self._record.close()
-                raise
-        except BaseException:
-            self._lock.release()
-            raise
+            undo.callback(self._record.close)
+            if not self._record.documents:
+                self._record.append(head)
+            self._load()
+            undo.pop_all()
 
     def _open_file(self, fresh: bool) -> RecordFile:
         if fresh and (self.folder / RECORD).exists():

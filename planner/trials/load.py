@@ -257,31 +257,24 @@ class Stretches:
 
     def close(self) -> bool:
         """Judges the stretch and begins another; returns whether it was clean."""
-        seconds = self.load.seconds
-        found = self.load.end()
-        recompiled = found == RECOMPILED
-        flags = self.ranks.largest([float(found is not None), float(recompiled), seconds])
-        disturbed, any_recompiled, seconds = flags[0] > 0, flags[1] > 0, flags[2]
+        seconds, found = self.load.seconds, self.load.end()
+        # all three are those of all ranks: `extra_s` ends measuring
+        figures = [float(found is not None), float(found == RECOMPILED), seconds]
+        disturbed, recompiled, seconds = self.ranks.largest(figures)
         if disturbed:
-            elsewhere = (
-                f"{RECOMPILED} on another rank" if any_recompiled else "the device of another rank was disturbed"
-            )
-            self._set_aside(found or elsewhere, seconds, recompiled=any_recompiled)
+            elsewhere = f"{RECOMPILED} on another rank" if recompiled else "the device of another rank was disturbed"
+            self.problem = found or elsewhere
+            self.load.discard(self.problem)
+            _extend(self.aside, self.current)
+            if recompiled and self._recompiles < MOST_RECOMPILES:
+                self._recompiles += 1
+                self._compiling_s += seconds
+            else:
+                self._lost_s += seconds
         else:
             _extend(self.clean, self.current)
         self.begin()
         return not disturbed
-
-    def _set_aside(self, reason: str, seconds: float, *, recompiled: bool) -> None:
-        """Keeps the samples apart. `recompiled` and the seconds are those of all ranks: `extra_s` ends measuring."""
-        self.problem = reason
-        self.load.discard(reason)
-        _extend(self.aside, self.current)
-        if recompiled and self._recompiles < MOST_RECOMPILES:
-            self._recompiles += 1
-            self._compiling_s += seconds
-        else:
-            self._lost_s += seconds
 
     @property
     def extra_s(self) -> float:

@@ -109,14 +109,12 @@ def _measure(timer: StepTimer, memory: MemoryMonitor) -> Interval:
     """Two short steps, then whole steps or parts until there are enough."""
     if not timer.request.config.pp > 1:
         timer.short_steps()
-    if timer.choose_method() == "whole_steps":
+    whole = timer.choose_method() == "whole_steps"
+    if whole:
         timer.warm_up()
-        timer.context.phase("measure")
-        memory.forget_retries()
-        return timer.measure_whole_steps()
     timer.context.phase("measure")
     memory.forget_retries()
-    return timer.measure_parts()
+    return timer.measure_whole_steps() if whole else timer.measure_parts()
 
 
 def _warnings(timer: StepTimer, request: TrialRequest) -> list[str]:
