@@ -354,7 +354,7 @@ class Nodes(Zygote):
                 agent.end()
         for agent in agents:
             agent.write_files()
-        return _joined(task, local, agents, per_node, requested_at, by_caller=watch.by_caller)
+        return _joined(task, local, agents, requested_at, by_caller=watch.by_caller)
 
     def _meeting_place(self, lead: AgentLink | None) -> tuple[str, int]:
         """Where the ranks meet: at the first one. The port is free now; if another takes it, the task is run again."""
@@ -543,7 +543,6 @@ def _joined(
     task: Task,
     local: ProcessReport | None,
     agents: Sequence[AgentLink],
-    per_node: int,
     requested_at: float,
     *,
     by_caller: bool,
