@@ -62,9 +62,7 @@ class TrialBatches:
         if self.sizes is not None:
             self._made += 1
             return slice_batch(self._typical[(self._made - 1) % len(self._typical)], 0, samples)
-        position, count = 0, 1
-        if self.run.mesh is not None:
-            position, count = data_position(self.run.mesh)
+        position, count = data_position(self.run.mesh)
         index = self._made * count + position
         self._made += 1
         batch = self.run.workload.make_batch(samples, index)
