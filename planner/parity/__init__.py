@@ -2,10 +2,10 @@
 
 In the order of the data:
 
+- check.py: the check of a workload: a whole training's is in compare.py, a step function's compares losses alone;
 - compare.py: starts the reference and the candidate, gives the verdict and says what it rests on (in the planner);
 - records.py: what a run of the check is asked, and what it measures;
 - worker.py: one run of the check, in a rank: reference.py or candidate.py, on the small workload of batches.py;
 - recorder.py, replay.py, rounded_products.py: what both keep of each step, the optimizer run again by itself, fp8;
-- judge.py, differences.py, tolerances.py: the comparisons, their numbers, and what passes;
-- step_losses.py: the check of a step function, of which losses alone are known.
+- judge.py, differences.py, tolerances.py: the comparisons, their numbers, and what passes.
 """

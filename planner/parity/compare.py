@@ -25,7 +25,6 @@ from autoplan.files import replace_file
 from autoplan.planner.parity.differences import Samples, excess
 from autoplan.planner.parity.judge import (
     SAME_MASKS,
-    Judgement,
     buffers_to_compare,
     is_replayed,
     judge,
@@ -81,7 +80,6 @@ def run_parity(
     deadline_s: float,
     time_s: float | None = None,
     cache_dir: Path | None = None,
-    ranks: int | None = None,
     memory_limit_bytes: int | None = None,
     on_attempt: Callable[[ProcessReport], None] | None = None,
     own_shapes: bool = False,
@@ -98,7 +96,6 @@ def run_parity(
         deadline_s: For the whole check.
         time_s: Seconds in which the parts that a verdict can do without have to end; None: `deadline_s`.
         cache_dir: Where the reference is kept for the next candidate of the same sizes; None: in `directory`.
-        ranks: Of the candidate; None: its world size.
         memory_limit_bytes: Host memory of all processes of a run together; None: no limit.
         on_attempt: Is told of each run that something outside ended; it is then made again.
         own_shapes: With the micro-batch and the sequences of training, whose kernels a trial has compiled already. If
@@ -122,22 +119,24 @@ def run_parity(
     attempts: list[tuple[bool, Rung]] = [(True, rung)] if own_shapes else []
     attempts += [(False, lower) for lower in RUNGS[RUNGS.index(rung) :]]
     for own, fitting in attempts:
-        reference = _reference(launch, spec, config, device, cache_dir or directory, own, fitting)
+        request = ParityRequest(
+            spec=spec,
+            config=config,
+            device=device,
+            time_s=REFERENCE_SHARE * launch.time_s(),
+            own_shapes=own,
+            rung=fitting,
+        )
+        reference = _reference(launch, request, cache_dir or directory)
         if isinstance(reference, ProcessReport):
             verdict = unfinished(config, why_unfinished(reference, "the plain reference"))
             if not own and fitting == "plain" and not _is_too_long(reference):
                 break
             continue
         left_s = max(1.0, launch.left_s())
-        request = ParityRequest(
-            spec=spec,
-            config=config,
-            device=device,
-            reference=reference.measurement,
-            time_s=CANDIDATE_SHARE * launch.time_s(),
-            own_shapes=own,
-        )
-        report, candidates = _run(launch, request, directory / "candidate", ranks or config.world_size, left_s)
+        changes = {"reference": reference.measurement, "time_s": CANDIDATE_SHARE * launch.time_s()}
+        request = request.model_copy(update=changes)
+        report, candidates = _run(launch, request, directory / "candidate", config.world_size, left_s)
         if candidates:
             return compare(reference, candidates, config).model_copy(update={"own_shapes": own})
         verdict = unfinished(config, why_unfinished(report, "the candidate"))
@@ -161,13 +160,7 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
         config: The candidate's; with the parameters' dtypes, its precision decides the tolerance.
     """
     measurement = reference.measurement
-    tolerance = tolerance_of(
-        config.precision,
-        measurement.dtypes,
-        parameters=config.parameters,
-        states=config.optimizer_state,
-        fp8=config.fp8,
-    )
+    tolerance = tolerance_of(config, measurement.dtypes)
     judgements = [judge(reference, one, tolerance, states=config.optimizer_state) for one in candidates]
     worst = max(judgements, key=lambda judgement: (len(judgement.problems), excess(judgement.worst)))
     problems = [*_reference_problems(measurement, config), *worst.problems]
@@ -182,13 +175,13 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
     return Parity(
         passed=not failures,
         tolerance=tolerance.norm,
-        worst_gradient_difference=_difference(worst, "gradient norms, step 1"),
+        worst_gradient_difference=worst.difference("gradient norms, step 1"),
         worst_update_difference=max(
-            _difference(worst, "parameters after the optimizer's steps"), _difference(worst, "change of the parameters")
+            worst.difference("parameters after the optimizer's steps"), worst.difference("change of the parameters")
         ),
         worst_group=worst.worst.where,
-        loss_difference=_difference(worst, "loss"),
-        worst_gradient_error=_difference(worst, "gradients, step 1"),
+        loss_difference=worst.difference("loss"),
+        worst_gradient_error=worst.difference("gradients, step 1"),
         gradient_error_tolerance=tolerance.vector,
         global_batch=measurement.global_batch,
         sequence_length=measurement.sequence_length,
@@ -296,11 +289,6 @@ def not_checked(plain: ParityMeasurement, ours: ParityMeasurement) -> tuple[str,
     return tuple(found)
 
 
-def _difference(judgement: Judgement, name: str) -> float:
-    found = judgement.find(name)
-    return 0.0 if found is None else found.difference
-
-
 def unfinished(config: TrainingConfig, why: str) -> Parity:
     """The verdict on a check that did not come to its end: not passed."""
     tolerance = TOLERANCES[config.precision]
@@ -386,23 +374,16 @@ class Launch:
         return runs.report
 
 
-def _reference(
-    launch: Launch,
-    spec: WorkloadSpec,
-    config: TrainingConfig,
-    device: str,
-    folder: Path,
-    own_shapes: bool,
-    rung: Rung,
-) -> Samples | ProcessReport:
+def _reference(launch: Launch, request: ParityRequest, folder: Path) -> Samples | ProcessReport:
     """The plain run, kept by what decides it; or how it ended where there is none.
 
     A micro-batch that the workload fixes is the same for all candidates of a folder; any other is cut to the check's.
     """
-    micro_batch = config.micro_batch if own_shapes else min(config.micro_batch, CHECK_MICRO_BATCH)
+    config = request.config
+    micro_batch = config.micro_batch if request.own_shapes else min(config.micro_batch, CHECK_MICRO_BATCH)
     sizes = [micro_batch, config.dp, config.pp, check_accumulation(config), dropout_accumulation(config)]
-    key = [FORMAT, spec.identity, device, *sizes, *(["own shapes"] if own_shapes else [])]
-    key += [] if rung == "plain" else [rung]
+    key = [FORMAT, request.spec.identity, request.device, *sizes, *(["own shapes"] if request.own_shapes else [])]
+    key += [] if request.rung == "plain" else [request.rung]
     key += ["bf16 parameters"] if config.parameters != "own" else []
     key += [f"fp8={config.fp8}"] if config.fp8 != "off" else []
     key += [config.batch_norm] if config.batch_norm != "own" else []
@@ -410,16 +391,7 @@ def _reference(
     found = _load(kept, 1)
     if found:
         return found[0]
-    deadline_s = launch.left_s()
-    request = ParityRequest(
-        spec=spec,
-        config=config,
-        device=device,
-        time_s=REFERENCE_SHARE * launch.time_s(),
-        own_shapes=own_shapes,
-        rung=rung,
-    )
-    report, samples = _run(launch, request, kept, 1, deadline_s)
+    report, samples = _run(launch, request, kept, 1, launch.left_s())
     return samples[0] if samples else report
 
 

@@ -70,11 +70,11 @@ class Judgement:
     @property
     def worst(self) -> ParityCheck:
         """The comparison that is nearest to failing, or furthest past it."""
-        return max(self.checks, key=lambda check: excess(check))
+        return max(self.checks, key=excess)
 
-    def find(self, name: str) -> ParityCheck | None:
-        """The comparison of a name, if it was made."""
-        return next((check for check in self.checks if check.name == name), None)
+    def difference(self, name: str) -> float:
+        """What the comparison of a name found; 0 where it was not made."""
+        return next((check.difference for check in self.checks if check.name == name), 0.0)
 
 
 def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, states: str = "own") -> Judgement:

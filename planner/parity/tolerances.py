@@ -8,6 +8,7 @@ what passes.
 from __future__ import annotations
 
 from autoplan.record import Record
+from autoplan.strategies.config import TrainingConfig
 
 
 class Tolerance(Record):
@@ -130,29 +131,23 @@ START = 1e-6
 DTYPE_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-def tolerance_of(
-    precision: str, dtypes: set[str], *, parameters: str = "own", states: str = "own", fp8: str = "off"
-) -> Tolerance:
-    """The tolerance of a candidate: the widest of its config's number formats and its parameters' dtypes.
+def tolerance_of(config: TrainingConfig, dtypes: set[str]) -> Tolerance:
+    """The tolerance of a candidate: the widest of its config's number formats and the dtypes of what trains.
 
-    Args:
-        precision: TrainingConfig.precision.
-        dtypes: Of the parameters that train.
-        parameters: TrainingConfig.parameters. Of those that a run puts into bf16 the fp32 copies are compared.
-        states: TrainingConfig.optimizer_state. The reference keeps its moments as the optimizer gives them.
-        fp8: TrainingConfig.fp8. The reference rounds the same operands, and a number beside the border between two of
-            8 bits still falls to the other side.
+    Of parameters that a run puts into bf16 the fp32 copies are compared. The reference keeps its moments as the
+    optimizer gives them. It rounds the operands of fp8 too, and a number beside the border between two of 8 bits still
+    falls to the other side.
     """
     stored = {DTYPE_PRECISION[dtype] for dtype in dtypes if dtype in DTYPE_PRECISION}
-    formats = {precision, *stored} | ({"fp8"} if fp8 != "off" else set())
+    formats = {config.precision, *stored, *(["fp8"] if config.fp8 != "off" else [])}
     widest = max((TOLERANCES[name] for name in formats), key=lambda tolerance: tolerance.vector)
-    if parameters != "own":
+    if config.parameters != "own":
         widest = widest.model_copy(update={"clipping": ROUNDED_CLIPPING})
-    if states != "own":  # each step is off by what its moments were rounded by
+    if config.optimizer_state != "own":  # each step is off by what its moments were rounded by
         bf16 = TOLERANCES["bf16"]
         later = {"later_whole": max(widest.later_whole, bf16.later_whole)}
         widest = widest.model_copy(update=later | {"later_loss": max(widest.later_loss, bf16.later_loss)})
-    if states == "8bit":
+    if config.optimizer_state == "8bit":
         widest = widest.model_copy(update={"later": max(widest.later, LATER_8BIT)})
     if not stored:
         return widest

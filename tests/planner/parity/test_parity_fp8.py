@@ -108,8 +108,8 @@ def test_the_reference_that_rounds_alike_is_nearer_than_one_that_does_not(monkey
 
 
 def test_only_a_candidate_in_fp8_has_its_tolerance():
-    assert tolerance_of("bf16", {"float32"}) == TOLERANCES["bf16"]
-    assert tolerance_of("bf16", {"float32"}, fp8="rowwise") == TOLERANCES["fp8"]
+    assert tolerance_of(config("off"), {"float32"}) == TOLERANCES["bf16"]
+    assert tolerance_of(config("rowwise"), {"float32"}) == TOLERANCES["fp8"]
 
 
 # Planted bugs: those that fail elsewhere.

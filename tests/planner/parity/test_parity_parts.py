@@ -279,9 +279,10 @@ def test_a_parameter_that_no_optimizer_holds_is_no_alarm():
 
 
 def test_tolerances_follow_the_parameters_dtype_too():
-    assert tolerance_of("fp32", {"float32"}).vector < tolerance_of("fp32", {"bfloat16"}).vector
-    assert tolerance_of("bf16", {"float32"}).optimizer < tolerance_of("bf16", {"bfloat16"}).optimizer
-    assert tolerance_of("fp32", {"float32", "bfloat16"}) == tolerance_of("fp32", {"bfloat16"})
+    bf16 = TrainingConfig(micro_batch=2, precision="bf16")
+    assert tolerance_of(PLAIN, {"float32"}).vector < tolerance_of(PLAIN, {"bfloat16"}).vector
+    assert tolerance_of(bf16, {"float32"}).optimizer < tolerance_of(bf16, {"bfloat16"}).optimizer
+    assert tolerance_of(PLAIN, {"float32", "bfloat16"}) == tolerance_of(PLAIN, {"bfloat16"})
 
 
 def in_bf16():

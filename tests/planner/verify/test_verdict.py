@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import autoplan
-from autoplan.planner.parity import compare, step_losses
+from autoplan.planner.parity import check as parity_check
+from autoplan.planner.parity import compare
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.surroundings import find_differences, read_environment
 from autoplan.planner.records.plan import Environment
@@ -170,7 +171,7 @@ def test_a_step_function_is_checked_by_its_losses_and_any_other_plan_as_its_sear
         return lambda *given, **named: called.append((name, named.get("rung"))) or plan.parity
 
     monkeypatch.setattr(compare, "run_parity", check("whole"))
-    monkeypatch.setattr(step_losses, "run_step_parity", check("losses"))
+    monkeypatch.setattr(parity_check, "run_step_parity", check("losses"))
     step = plan.workload.model_copy(update={"taken_from": autoplan.from_step(lambda: float).taken_from})
     tight = plan.baseline.model_copy(update={"config": TrainingConfig(micro_batch=2, checkpointing="full")})
     own = plan.workload.model_copy(update={"own_setting": tight.config})

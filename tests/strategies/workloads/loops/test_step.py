@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import autoplan
 from autoplan.errors import WorkloadError
-from autoplan.planner.parity.step_losses import compare_losses
+from autoplan.planner.parity.check import compare_losses
 from autoplan.probes.run import read_host_profile
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.inspect import inspect_workload
