@@ -65,7 +65,8 @@ class Gradients:
         """
         tolerance = self.tolerance
         shared = {name: one[name] for name in self.names}
-        distances = distances_of(self._select(self.reference), self._select(self.candidate), tolerance, self.weights)
+        theirs = {name: self.reference[name] for name in self.names}
+        distances = distances_of(theirs, self.candidate, tolerance, self.weights)
         return [
             largest(f"gradient norms, {where}", tolerance.norm, relatives(shared, other, tolerance)),
             largest(f"gradients, {where}", tolerance.vector, distances),
@@ -73,9 +74,6 @@ class Gradients:
             self._scale_check(f"gradient scale, {where}"),
             self._parameter_scale_check(f"gradient scale of a parameter, {where}", one),
         ]
-
-    def _select(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: values[name] for name in self.names}
 
     def scale(self, names: Sequence[str] | None = None) -> float:
         """<g, g_ref> / <g_ref, g_ref>, each parameter with the weight of what its sample stands for."""

@@ -84,7 +84,8 @@ class Recorder:
         """
         self.start = self._sampled_parameters(model)
         names = {name for name, parameter in named_parameters(model) if parameter.requires_grad}
-        self._elements |= {f"{START}/{name}": self.start[name] for name in self._union(names)}
+        names = names.union(*self._stages(names))
+        self._elements |= {f"{START}/{name}": self.start[name] for name in sorted(names)}
         self._buffers = {name: buffer.detach().clone() for name, buffer in self._saved_buffers(model).items()}
         if keep:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -158,6 +159,7 @@ class Recorder:
         if self.rounding is not None:
             self.kept.append(kept)
             self.moments.append(self._sampled_moments(model))
+        left = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         self.steps.append(
             StepMeasure(
                 loss=loss,
@@ -169,7 +171,7 @@ class Recorder:
                 groups=self._groups,
                 samples=samples,
                 optimizer_steps=self._optimizer_steps,
-                cleared=not any(holds_gradient(parameter) for parameter in model.parameters()),
+                cleared=not any(as_numbers(local_tensor(gradient)).count_nonzero() for gradient in left),
             )
         )
         if len(self.steps) > WHOLE_STEPS:  # of these the whole gradient alone is compared
@@ -286,9 +288,6 @@ class Recorder:
         dist.all_gather_object(values, value, group=self.mesh.get_group("pp"))
         return values
 
-    def _union(self, names: set[str]) -> list[str]:
-        return sorted(set().union(*self._stages(names)))
-
     def _merged_groups(self, groups: list[GroupMeasure]) -> tuple[GroupMeasure, ...]:
         """The groups of the whole model: each pipeline stage's optimizer holds its own parameters."""
         merged = []
@@ -322,11 +321,6 @@ def _number(value: Any) -> Any:
 def _difference(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """In fp64; 0 where the two are equal, infinite ones too."""
     return (after.double() - before.double()).masked_fill(after == before, 0.0)
-
-
-def holds_gradient(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has a gradient that is not zero."""
-    return parameter.grad is not None and bool(as_numbers(local_tensor(parameter.grad)).count_nonzero())
 
 
 def as_numbers(tensor: torch.Tensor) -> torch.Tensor:

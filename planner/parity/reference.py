@@ -162,6 +162,7 @@ def run_reference(check: Check) -> ParityMeasurement:
     began = time.monotonic()
     if config.dp > 1 and config.batch_norm == "own" and workload.fixed_micro_batch is not None:
         reference.rank_buffers = RankBuffers(model, config.dp, accumulation)
+    ranks = reference.rank_buffers
     large = True if check.own_shapes or size > SMALL_MODEL_PARAMETERS else None
     schedule, optimizer = reference.steps(small, large=large)
     steps_s = time.monotonic() - began
@@ -172,7 +173,7 @@ def run_reference(check: Check) -> ParityMeasurement:
         changes=recorder.changes(len(recorder.stepped)),
         buffers=recorder.buffer_changes(model),
         first_buffers=reference.first_buffers,
-        rank_buffers=reference.rank_buffer_changes(),
+        rank_buffers=() if ranks is None else tuple(recorder.buffer_changes(model) for _ in ranks.each()),
         schedule_steps=getattr(schedule, "last_epoch", None),
         learning_rates=learning_rates(optimizer),
         dropout=dropout,
@@ -225,21 +226,18 @@ class RankBuffers:
 
     def before(self, micro_batch: int) -> None:
         """Puts the buffers in place that see this micro-batch, counted within the step."""
-        self._switch(micro_batch // self._accumulation)
+        rank = micro_batch // self._accumulation
+        if rank != self._rank:
+            self._put_back[self._rank] = keep_buffers(self._model)
+            self._put_back[rank]()
+            self._rank = rank
 
     def each(self) -> Iterator[int]:
         """Each rank, with its buffers in place; rank 0's are there afterwards."""
         for rank in range(len(self._put_back)):
-            self._switch(rank)
+            self.before(rank * self._accumulation)
             yield rank
-        self._switch(0)
-
-    def _switch(self, rank: int) -> None:
-        if rank == self._rank:
-            return
-        self._put_back[self._rank] = keep_buffers(self._model)
-        self._put_back[rank]()
-        self._rank = rank
+        self.before(0)
 
 
 class _Reference:
@@ -329,12 +327,6 @@ class _Reference:
         for parameter in rounded:
             parameter.data.copy_(parameter.data.to(torch.bfloat16))
         return exact
-
-    def rank_buffer_changes(self) -> tuple[dict[str, float], ...]:
-        """By data-parallel rank, the norm of the change of each saved buffer."""
-        if self.rank_buffers is None:
-            return ()
-        return tuple(self.recorder.buffer_changes(self.model) for _ in self.rank_buffers.each())
 
     def steps(self, small: Workload, *, large: bool | None) -> tuple[Any, torch.optim.Optimizer]:
         """The optimizer steps of the check. Gives the schedule and the optimizer as they are afterwards.

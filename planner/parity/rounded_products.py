@@ -79,7 +79,8 @@ def product_distances(model: nn.Module, recipe: str) -> dict[str, float]:
         of_ours = torch.autograd.grad(ours, (x, weight), gradient.to(ours.dtype))
         of_theirs = torch.autograd.grad(theirs, (x, weight), gradient.float())
         products += zip(of_ours, of_theirs, strict=True)
-        found[clean_name(name)] = max(finite(_distance(a.float(), b.float())) for a, b in products)
+        pairs = [(a.detach().float(), b.detach().float()) for a, b in products]
+        found[clean_name(name)] = max(finite(float((a - b).norm() / b.norm().clamp(min=_LEAST))) for a, b in pairs)
     return found
 
 
@@ -87,10 +88,6 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter, or the whole of which it is a shard, without its history."""
     value = parameter.detach()
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours - theirs).detach().norm() / theirs.detach().norm().clamp(min=_LEAST))
 
 
 class _RoundedProduct(torch.autograd.Function):
