@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from autoplan import errors
+
 __version__ = "0.1.0"
 
 _MEMBERS = {
@@ -41,23 +43,7 @@ _MEMBERS = {
     "autoplan.strategies.run": ("TrainingRun",),
     "autoplan.probes.nodes": ("probe_nodes",),
     "autoplan.probes.profile": ("HardwareProfile",),
-    "autoplan.errors": (
-        "AutoplanError",
-        "BudgetEndedError",
-        "ConfigError",
-        "DeviceBusyError",
-        "DeviceError",
-        "DidNotRunError",
-        "ExportError",
-        "InterruptedSearchError",
-        "MissingExtraError",
-        "NoFeasiblePlanError",
-        "PlanError",
-        "StoreBusyError",
-        "StoreError",
-        "UsageError",
-        "WorkloadError",
-    ),
+    "autoplan.errors": tuple(sorted(name for name in vars(errors) if name.endswith("Error"))),
 }
 _HOME_OF = {name: module for module, names in _MEMBERS.items() for name in names}
 

@@ -51,10 +51,7 @@ if TYPE_CHECKING:
     from autoplan.strategies.workloads.workload import Workload
 
 ENDINGS: Mapping[str, type[AutoplanError]] = {
-    "no_feasible_plan": NoFeasiblePlanError,
-    "did_not_run": DidNotRunError,
-    "budget_ended": BudgetEndedError,
-    "interrupted": InterruptedSearchError,
+    kind.code: kind for kind in (NoFeasiblePlanError, DidNotRunError, BudgetEndedError, InterruptedSearchError)
 }
 OPTIONS_LINE = "        **options: What the search is asked for: the fields of SearchOptions, each with its default.\n"
 """The line of a docstring in whose place the options are named."""
@@ -176,8 +173,6 @@ def search(
             "schedule": schedule,
             "max_grad_norm": max_grad_norm,
             "name": name,
-        },
-        training={
             "dataloader": dataloader,
             "loss_mean": loss_mean,
             "schedule_interval": None if schedule_interval == "step" else schedule_interval,
@@ -227,7 +222,7 @@ def run(
 
     said = secrets_note(options.spec)
     if said is not None:
-        _say_note(said)
+        sys.stderr.write(f"note: {said}\n")
     if observer is not None or quiet:
         return run_search(options, observer=observer)
     from autoplan.report.progress import LiveProgress, PlainProgress
@@ -240,15 +235,10 @@ def run(
         return run_search(options, observer=live)
 
 
-def _say_note(text: str) -> None:
-    sys.stderr.write(f"note: {text}\n")
-
-
 def make_workload_spec(
     workload: Any,
     *,
     parts: Mapping[str, Any] = MappingProxyType({}),
-    training: Mapping[str, Any] = MappingProxyType({}),
     global_batch: int | None,
     sequence_length: int | None,
     seed: int = 0,
@@ -257,8 +247,7 @@ def make_workload_spec(
 
     Args:
         workload: A Workload, a text, or the first part of a training.
-        parts: Of a workload.
-        training: What only trainings as they stand have.
+        parts: Of a workload, or of a training as it stands.
         global_batch, sequence_length, seed: As given.
     """
     from autoplan.strategies.workloads import sources
@@ -267,8 +256,7 @@ def make_workload_spec(
     if isinstance(workload, WorkloadSpec):
         return workload
     if isinstance(workload, (str, Path)):
-        others = {*given, *(name for name, value in training.items() if value is not None)} - {"max_grad_norm"}
-        if others:
+        if others := given.keys() - {"max_grad_norm"}:
             raise UsageError(
                 f"the workload is {str(workload)!r}, and {', '.join(sorted(others))} was given too",
                 hint="Give either the name of a workload or its parts.",
@@ -279,7 +267,7 @@ def make_workload_spec(
         )
     holder = parts.get("model") if workload is None else workload
     settings = {"global_batch": global_batch, "sequence_length": sequence_length, "seed": seed}
-    if (taken_over := read_training(workload, {**parts, **training}, settings)) is not None:
+    if (taken_over := read_training(workload, given, settings)) is not None:
         workload, given = taken_over, {name: value for name, value in given.items() if name == "name"}
     with _off_the_device(holder):  # a model travels from host memory
         return sources.spec_from_objects(
@@ -305,11 +293,9 @@ def load_plan(path: str | Path) -> Plan:
         PlanError: no such file, not a plan, or of a newer schema.
     """
     plan = Plan.load(path)
-    for note in plan.load_notes:
-        sys.stderr.write(f"note: {note}\n")
-    other = found_elsewhere(plan)
-    if other:
-        sys.stderr.write(f"note: {other}\n")
+    for note in (*plan.load_notes, found_elsewhere(plan)):
+        if note:
+            sys.stderr.write(f"note: {note}\n")
     return plan
 
 

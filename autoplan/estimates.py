@@ -39,6 +39,9 @@ DEFAULT_TOKENS_PER_STEP = 4_194_304  # 2^22: what Llama 2 was trained with
 GPUS_OF_A_NODE = 8  # where only kinds of GPUs are named
 DEFAULT_SEQ_LEN = 2048  # of a model whose config.json does not say its own
 
+_Asked = tuple[Asked, str, tuple[str, ...], tuple[str, ...]]
+"""A question, the name of its model, and what was assumed of the model and of the cluster."""
+
 
 def estimate(
     model: Any = None,
@@ -119,28 +122,19 @@ def estimate(
         assert cluster is not None, "checked above"
         return _anchored_document(model, cluster, links, anchor, sequence_length, global_batch, fix or {}, tokens, top)
     assert model is not None, "checked above"
-    places: Sequence[str | Cluster]
-    if cluster is not None:
-        places = [cluster]
-    else:
-        assert priced is not None, "checked above"
-        places = [f"{GPUS_OF_A_NODE}x{name}" for name in priced.names]
-    asked: list[tuple[Asked, tuple[str, ...]]] = []
-    for place in places:
-        found, assumed = _cluster(place, links)
-        question, name, more = _question(model, found, sequence_length, global_batch, fix or {}, correction)
-        of_kind = assumed if cluster is not None else tuple(f"{question.cluster.chip}: {line}" for line in assumed)
-        asked.append((question, (*of_kind, *more)))
-    question, all_assumed = asked[0]
+
+    def ask(place: str | Cluster) -> _Asked:
+        found, of_cluster = _cluster(place, links)
+        return *_question(model, found, sequence_length, global_batch, fix or {}, correction), of_cluster
+
     if cluster is None:
         assert priced is not None and tokens is not None, "checked above"
-        all_assumed = tuple(dict.fromkeys(line for _, lines in asked for line in lines))
-        return _advice([question for question, _ in asked], name, tokens, priced, all_assumed)
+        return _advice([ask(f"{GPUS_OF_A_NODE}x{name}") for name in priced.names], tokens, priced)
+    question, name, assumed, of_cluster = ask(cluster)
     if priced is not None:
         _check_price(priced, question.cluster.chip)
-    document = estimate_cluster(question, model_name=name, tokens=tokens, assumed=all_assumed, top=top)
-    most = question.cluster.num_gpus
-    document["rent"] = None if tokens is None else advise([question], tokens, priced, most)
+    document = estimate_cluster(question, model_name=name, tokens=tokens, assumed=(*of_cluster, *assumed), top=top)
+    document["rent"] = None if tokens is None else advise([question], tokens, priced, question.cluster.num_gpus)
     return document
 
 
@@ -153,28 +147,31 @@ def _check_price(prices: Prices, chip: str) -> None:
         )
 
 
-def _advice(
-    questions: list[Asked], model: str, tokens: float, prices: Prices, assumed: tuple[str, ...]
-) -> dict[str, Any]:
+def _advice(asked: Sequence[_Asked], tokens: float, prices: Prices) -> dict[str, Any]:
     """The document if no cluster is given.
 
     Raises:
         NoFeasiblePlanError: no kind of GPU holds the training.
     """
-    rent = advise(questions, tokens, prices, MOST_GPUS)
+    rent = advise([question for question, *_ in asked], tokens, prices, MOST_GPUS)
+    question, model, *_ = asked[0]
+    assumed = [
+        line
+        for one, _, of_model, of_cluster in asked
+        for line in (*(f"{one.cluster.chip}: {line}" for line in of_cluster), *of_model)
+    ]
     if not rent["options"]:
         raise NoFeasiblePlanError(
             f"{model} fits none of {', '.join(prices.names)}, on up to {MOST_GPUS} of them",
             hint="Add larger GPUs, give --inter-gbits-per-gpu, shorter sequences, or a lighter optimizer.",
         )
-    question = questions[0]
     return {
         "status": "ok",
         "model": {"name": model, **question.show_model()},
         "seq_len": question.seq_len,
         "global_batch": question.global_batch,
         "fixed": dict(question.fixed),
-        "assumed": assumed,
+        "assumed": tuple(dict.fromkeys(assumed)),
         "calibration": None if question.correction is None else question.correction.describe(),
         "rent": rent,
     }
@@ -191,12 +188,28 @@ def _anchored_document(
     tokens: float | None,
     top: int,
 ) -> dict[str, Any]:
-    """The document of a cluster beside what was measured on the anchor's device."""
-    from autoplan.planner.estimate.anchor import anchored_question, read_anchor, read_target, search_flags
+    """The document of a cluster beside what was measured on the anchor's device.
+
+    The workload is that of the model that was given, if it is the same training, else the plan's.
+    """
+    from autoplan.api import make_workload_spec
+    from autoplan.planner.estimate.anchor import (
+        anchored_question,
+        anchored_spec,
+        read_anchor,
+        read_target,
+        search_flags,
+    )
 
     plan = read_anchor(anchor)
-    target = read_target(plan, cluster, links)
-    spec = _anchored_spec(model, plan, seq_len, global_batch)
+    target, own = read_target(plan, cluster, links), plan.workload
+    code = str(model) if isinstance(model, str | Path) and own.kind == "function" else None
+    given = None
+    if model is not None and code is None:
+        batch, length = global_batch or own.global_batch, seq_len or own.sequence_length
+        given = make_workload_spec(model, global_batch=batch, sequence_length=length)
+    spec = anchored_spec(plan, given, code=code, global_batch=global_batch)
+    spec = spec if seq_len is None else spec.model_copy(update={"sequence_length": seq_len})
     question, assumed = anchored_question(plan, spec, target, {k.replace("-", "_"): str(v) for k, v in fix.items()})
     document = estimate_cluster(question, model_name=spec.name, tokens=tokens, assumed=assumed, top=top)
     for entry in document["best"]:
@@ -204,24 +217,6 @@ def _anchored_document(
     document["anchor"] = question.describe(document)
     document["rent"] = None
     return document
-
-
-def _anchored_spec(model: Any, plan: Plan, seq_len: int | None, global_batch: int | None) -> WorkloadSpec:
-    """The spec of an anchor's workload: of the model that was given, if it is the same training, else the plan's."""
-    from autoplan.planner.estimate.anchor import anchored_spec
-
-    code = str(model) if isinstance(model, str | Path) and plan.workload.kind == "function" else None
-    given = None
-    if model is not None and code is None:
-        from autoplan.api import make_workload_spec
-
-        given = make_workload_spec(
-            model,
-            global_batch=global_batch or plan.workload.global_batch,
-            sequence_length=seq_len or plan.workload.sequence_length,
-        )
-    spec = anchored_spec(plan, given, code=code, global_batch=global_batch)
-    return spec if seq_len is None else spec.model_copy(update={"sequence_length": seq_len})
 
 
 def _check_arguments(model: Any, cluster: Any, rows: Any, out: Any, tokens: Any, prices: Any, anchor: Any) -> None:
@@ -264,13 +259,10 @@ def _check_arguments(model: Any, cluster: Any, rows: Any, out: Any, tokens: Any,
 
 def _cluster(cluster: str | Cluster, links: Mapping[str, float | None]) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster, and what was assumed of it."""
-    assumed: tuple[str, ...] = ()
     if isinstance(cluster, str):
-        cluster, assumed = parse_cluster(cluster, **links)
-    else:
-        given = {name: value for name, value in links.items() if value is not None}
-        cluster, assumed = with_links(cluster.model_copy(update=given), usual=False)
-    return cluster, assumed
+        return parse_cluster(cluster, **links)
+    given = {name: value for name, value in links.items() if value is not None}
+    return with_links(cluster.model_copy(update=given), usual=False)
 
 
 def _question(

@@ -13,7 +13,6 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import BinaryIO
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 
@@ -57,7 +56,8 @@ def read_regular(path: Path, *, limit_bytes: int = 64 << 20) -> bytes:
     Raises:
         OSError: it is not there, cannot be read, is no regular file, or is larger than the limit.
     """
-    with open_regular(path) as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        refuse_special(file.fileno(), path)
         content = file.read(limit_bytes + 1)
     if len(content) > limit_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {limit_bytes >> 20} MiB", str(path))
@@ -70,21 +70,6 @@ def read_or_empty(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """A regular file, open to be read.
-
-    Raises:
-        OSError: it is not there, cannot be read, or is no regular file.
-    """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    try:
-        refuse_special(file.fileno(), path)
-    except BaseException:
-        file.close()
-        raise
-    return file
 
 
 def refuse_special(fd: int, path: Path) -> None:

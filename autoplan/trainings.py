@@ -29,12 +29,13 @@ LOADERS = ("torch.utils.data.dataloader.DataLoader", "accelerate.data_loader.Dat
 def read_training(workload: Any, parts: dict[str, Any], settings: dict[str, Any]) -> Workload | None:
     """The workload of a training as it stands (a Trainer, a LightningModule, a loop, a step); None: it is none.
 
+    `parts` are those that were given.
+
     Raises:
         UsageError: parts were given that it has itself.
         WorkloadError: it is one, and cannot be taken over.
     """
-    given = {name: value for name, value in parts.items() if value is not None}
-    framework = framework_of(workload)
+    given, framework = dict(parts), framework_of(workload)
     if framework is None or is_one_of(workload, LIGHTNING_MODULES):  # which has data beside it
         if workload is not None and "model" in given:
             raise UsageError(f"{type(workload).__name__} was given first, and model= too", hint="Give one of them.")
@@ -46,7 +47,7 @@ def read_training(workload: Any, parts: dict[str, Any], settings: dict[str, Any]
                 "a DataLoader, make_batch= makes the batches.",
             )
         return found
-    if set(given) - {"name"}:
+    if given.keys() - {"name"}:
         raise UsageError(
             f"a {type(workload).__name__} was given, and {', '.join(sorted(given))} too",
             hint="Give either the Trainer, which has all of them, or the parts.",

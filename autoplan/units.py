@@ -67,7 +67,7 @@ def parse_memory_bytes(text: str | int, *, option: str = "--memory-limit") -> in
     return size
 
 
-def parse_tokens(text: str | float, *, option: str = "--tokens") -> float:
+def parse_tokens(text: str | float) -> float:
     """Reads `2T`, `300B`, `1.5e12`, or a number.
 
     Raises:
@@ -80,7 +80,7 @@ def parse_tokens(text: str | float, *, option: str = "--tokens") -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise UsageError(f"{option} {text!r} is no number of tokens", hint=f"For example: {option} 2T or 300B.")
+        raise UsageError(f"--tokens {text!r} is no number of tokens", hint="For example: --tokens 2T or 300B.")
     return value
 
 
@@ -90,7 +90,7 @@ def format_bytes(size: float | None) -> str:
         return "unknown"
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= scale:
-            return f"{_digits(size / scale)} {unit}"
+            return f"{format_number(size / scale)} {unit}"
     return f"{size:.0f} B"
 
 
@@ -99,11 +99,11 @@ def format_seconds(seconds: float | None) -> str:
     if seconds is None:
         return "unknown"
     if abs(seconds) < 1e-3:
-        return f"{_digits(seconds * 1e6)} µs"
+        return f"{format_number(seconds * 1e6)} µs"
     if abs(seconds) < 1:
-        return f"{_digits(seconds * 1e3)} ms"
+        return f"{format_number(seconds * 1e3)} ms"
     if abs(seconds) < 120:
-        return f"{_digits(seconds)} s"
+        return f"{format_number(seconds)} s"
     whole = round(seconds)
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
@@ -118,12 +118,9 @@ def format_clock(seconds: float) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """`1,234`, `87.5`, `0.0123`: three or four digits, thousands apart; `unknown` for None."""
-    return "unknown" if value is None else _digits(value)
-
-
-def _digits(value: float) -> str:
-    """Three digits that count, or all before the point."""
+    """`1,234`, `87.5`, `0.0123`: three digits that count, or all before the point; `unknown` for None."""
+    if value is None:
+        return "unknown"
     if value == 0:
         return "0"
     if abs(value) >= 100:
