@@ -52,13 +52,11 @@ def verify_command(
     """
     from autoplan.planner.plan.hardware import found_elsewhere
     from autoplan.planner.search.nodes import options_for
-    from autoplan.planner.verify.measure import make_verifiable, verify_plan
+    from autoplan.planner.verify.measure import open_plan, verify_plan
 
     loaded = load_plan(plan, unverified_ok)
     seconds = parse_duration_s(time_box)
-    loaded, changed = make_verifiable(loaded, model, changed_ok=changed_ok)
-    if changed is not None:
-        output.tell(f"warning: {changed}")
+    loaded = open_plan(loaded, changed_ok=changed_ok, workload=model, tell=lambda text: output.tell(f"warning: {text}"))
     options = options_for(loaded, launcher, nodes, memory_limit=memory_limit, wait=wait)
     elsewhere = found_elsewhere(loaded)
     with output.progress("starting", quiet=quiet) as tell:
@@ -73,21 +71,14 @@ def verify_command(
 
 def _document(plan: Plan, found: Verification, elsewhere: str | None) -> dict[str, object]:
     """The document that --json prints. `status` is verified if the plan trains the same and runs, at any speed."""
-    verified = found.parity.passed and found.trial.tokens_per_s is not None
+    document = found.model_dump(mode="json")
+    document["trial"]["peak_memory_bytes"] = found.trial.peak_memory_bytes
     return {
-        "status": "verified" if verified else "failed",
+        "status": "verified" if found.parity.passed and found.trial.tokens_per_s is not None else "failed",
         "other_hardware": elsewhere,
-        "parity": found.parity.model_dump(mode="json"),
-        "trial": found.trial.model_dump(mode="json") | {"peak_memory_bytes": found.trial.peak_memory_bytes},
         "plan_measured": plan.measurement.tokens_per_s.model_dump(mode="json"),
-        "verdict": found.verdict,
-        "text": found.text,
-        "speed_ratio": None if found.speed_ratio is None else found.speed_ratio.model_dump(mode="json"),
-        "spread": found.spread,
-        "causes": [cause.model_dump(mode="json") for cause in found.causes],
-        "memory_limit_bytes": found.memory_limit_bytes,
         "plan_peak_memory_bytes": plan.measurement.peak_memory_bytes,
-        "exit_code": found.exit_code,
+        **document,
     }
 
 

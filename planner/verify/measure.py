@@ -89,21 +89,14 @@ def verify(
     return verify_plan(loaded, seconds, options, on_progress=on_progress)
 
 
-def open_plan(plan: Plan, *, changed_ok: bool, workload: str | Path | WorkloadSpec | None) -> Plan:
-    """The plan with the workload that the user named or gave; a warning says what else changed.
-
-    Raises:
-        AutoplanError: it must not be run here.
-    """
-    named = str(workload) if isinstance(workload, Path) else workload
-    plan, changed = make_verifiable(plan, named, changed_ok=changed_ok)
-    if changed is not None:
-        warnings.warn(changed, stacklevel=3)
-    return plan
-
-
-def make_verifiable(plan: Plan, workload: str | WorkloadSpec | None, *, changed_ok: bool) -> tuple[Plan, str | None]:
-    """The plan with the workload that the user named or gave, and what else changed, in words.
+def open_plan(
+    plan: Plan,
+    *,
+    changed_ok: bool,
+    workload: str | Path | WorkloadSpec | None,
+    tell: Callable[[str], None] | None = None,
+) -> Plan:
+    """The plan with the workload that the user named or gave; what else changed is told, by default in a warning.
 
     Raises:
         AutoplanError: it must not be run here.
@@ -122,8 +115,12 @@ def make_verifiable(plan: Plan, workload: str | WorkloadSpec | None, *, changed_
             hint="In Python give them: workload=autoplan.spec_from_objects(...). Or search again with the same "
             "objects, which answers from its record; or use plan.prepare(model, optimizer, loss).",
         )
-    plan = plan.model_copy(update={"workload": own_workload(plan.workload, plan.study, workload)})
-    return plan, check_before_use(plan, changed_ok=changed_ok, checks_parity=False)
+    named = str(workload) if isinstance(workload, Path) else workload
+    plan = plan.model_copy(update={"workload": own_workload(plan.workload, plan.study, named)})
+    changed = check_before_use(plan, changed_ok=changed_ok, checks_parity=False)
+    if changed is not None:
+        warnings.warn(changed, stacklevel=3) if tell is None else tell(changed)
+    return plan
 
 
 def verify_plan(

@@ -89,21 +89,17 @@ class Changes:
 
     def with_needed(self, wanted: Names, have: Names = frozenset()) -> Names:
         """The fewest knobs that can be added to those that are there, the wanted ones among them."""
-        rest = [knob for knob in self.knobs if knob not in wanted | have]
-        for size in range(len(rest) + 1):
-            for more in itertools.combinations(rest, size):
-                if self.is_legal(have | wanted | frozenset(more)):
-                    return wanted | frozenset(more)
-        raise AssertionError("all of them together are the end, which is legal")
+        return self._fewest(wanted, self.all - have, lambda names: self.is_legal(have | names))
 
     def with_dependent(self, wanted: Names) -> Names:
         """The fewest knobs that can be taken from the end, the wanted ones among them."""
-        rest = [knob for knob in self.knobs if knob not in wanted]
-        for size in range(len(rest) + 1):
-            for more in itertools.combinations(rest, size):
-                if self.is_legal(self.all - wanted - frozenset(more)):
-                    return wanted | frozenset(more)
-        raise AssertionError("without all of them it is the start, which is legal")
+        return self._fewest(wanted, self.all, lambda names: self.is_legal(self.all - names))
+
+    def _fewest(self, wanted: Names, every: Names, is_right: Callable[[Names], bool]) -> Names:
+        rest = [knob for knob in self.knobs if knob in every - wanted]
+        more = itertools.chain.from_iterable(itertools.combinations(rest, size) for size in range(len(rest) + 1))
+        sets = (wanted | frozenset(names) for names in more)
+        return next(filter(is_right, sets))  # all of them together are the start or the end, which are legal
 
     def additions(self, have: Names) -> list[Names]:
         """The next steps: sets of knobs that can be added to those that are there, none of them within another."""
