@@ -92,9 +92,11 @@ def node_rows(found: NodesProfile) -> list[Row]:
             if device.type != found.device:
                 continue
             name = device.name if device.type == "cpu" else f"cuda:{device.index} {device.name}"
-            rates = ", ".join(f"{dtype} {format_rate(rate)}" for dtype, rate in device.peak_flops_per_s.items())
+            rates = ", ".join(f"{dtype} {format_reading(rate)}" for dtype, rate in device.peak_flops_per_s.items())
             memory = device.memory_bandwidth_bytes_per_s
-            rows.append((name_of(node), name, rates or "not measured", "" if memory is None else format_rate(memory)))
+            rows.append(
+                (name_of(node), name, rates or "not measured", "" if memory is None else format_reading(memory))
+            )
     return rows
 
 
@@ -106,9 +108,9 @@ def link_rows(found: NodesProfile) -> list[Row]:
         rows.append(
             (
                 f"{link.a} - {link.b}",
-                "not measured" if one is None else format_rate(one.busbw_bytes_per_s),
-                "" if one is None else format_time(one.latency_s),
-                "not measured" if all_ is None else format_rate(all_.busbw_bytes_per_s),
+                "not measured" if one is None else format_reading(one.busbw_bytes_per_s),
+                "" if one is None else format_reading(one.latency_s),
+                "not measured" if all_ is None else format_reading(all_.busbw_bytes_per_s),
             )
         )
     return rows
@@ -124,7 +126,7 @@ def show_profile(profile: HardwareProfile) -> None:
             _show("matrix products", ("dtype", "best", "datasheet", "share", "in training"), peak_rows(device))
             _show("attention, forward and backward", ("dtype", "shape", "sdpa", "eager"), attention_rows(device))
     if profile.links:
-        rows = [(f"{k.a} - {k.b}", k.kind, format_rate(k.bandwidth_bytes_per_s), k.detail) for k in profile.links]
+        rows = [(f"{k.a} - {k.b}", k.kind, format_reading(k.bandwidth_bytes_per_s), k.detail) for k in profile.links]
         _show("links, one direction, datasheet", ("ends", "kind", "bandwidth", "detail"), rows)
     if profile.collectives:
         _show("collectives", COLLECTIVES, collective_rows(profile.collectives))
@@ -139,7 +141,7 @@ def show_profile(profile: HardwareProfile) -> None:
 def collective_rows(collectives: Sequence[CollectiveReading]) -> list[Row]:
     """(operation and ranks, backend, bus bandwidth, latency) of each."""
     return [
-        (f"{c.operation} x{c.group_size}", c.backend, format_rate(c.busbw_bytes_per_s), format_time(c.latency_s))
+        (f"{c.operation} x{c.group_size}", c.backend, format_reading(c.busbw_bytes_per_s), format_reading(c.latency_s))
         for c in collectives
     ]
 
@@ -150,12 +152,12 @@ def host_rows(host: Host) -> list[Row]:
     return [
         ("cpu", host.cpu_model, " ".join(host.cpu_flags)),
         ("cores", cores, f"{host.numa_nodes} NUMA node(s)"),
-        ("memory", *_size(host.memory_total_bytes)),
-        ("memory available", *_size(host.memory_available_bytes)),
-        ("memory limit", *_size(host.cgroup_memory_limit_bytes)),
-        ("cpu limit", *_plain(host.cgroup_cpu_limit)),
-        ("/dev/shm", *_size(host.shared_memory_bytes)),
-        ("load", *_plain(host.load_average)),
+        ("memory", *_figure(host.memory_total_bytes)),
+        ("memory available", *_figure(host.memory_available_bytes)),
+        ("memory limit", *_figure(host.cgroup_memory_limit_bytes)),
+        ("cpu limit", *_figure(host.cgroup_cpu_limit)),
+        ("/dev/shm", *_figure(host.shared_memory_bytes)),
+        ("load", *_figure(host.load_average)),
         ("software", f"{host.kernel}, Python {host.python}, torch {host.torch}", _versions(host)),
     ]
 
@@ -163,22 +165,22 @@ def host_rows(host: Host) -> list[Row]:
 def device_rows(device: Device) -> list[Row]:
     """(what, value, where from) of a device; what is empty is left out."""
     rows: list[Row] = [
-        ("memory", *_size(device.memory_total_bytes)),
-        ("memory available", *_size(device.memory_available_bytes)),
+        ("memory", *_figure(device.memory_total_bytes)),
+        ("memory available", *_figure(device.memory_available_bytes)),
     ]
     bandwidth = device.memory_bandwidth_bytes_per_s
     if bandwidth is not None:
-        text = format_rate(bandwidth)
+        text = format_reading(bandwidth)
         share = format_share(bandwidth, device.datasheet_memory_bandwidth_bytes_per_s)
         rows.append(("memory bandwidth", text + (f", {share} of the datasheet" if share else ""), bandwidth.source))
     for way, readings in (
         ("host to device", device.host_to_device_bytes_per_s),
         ("device to host", device.device_to_host_bytes_per_s),
     ):
-        rows += [(f"{way}, {kind}", format_rate(reading), reading.source) for kind, reading in readings.items()]
+        rows += [(f"{way}, {kind}", format_reading(reading), reading.source) for kind, reading in readings.items()]
     if device.kernel_launch_s is not None:
         what = "kernel launch" if device.type == "cuda" else "dispatch"
-        rows.append((what, format_time(device.kernel_launch_s), device.kernel_launch_s.source))
+        rows.append((what, format_reading(device.kernel_launch_s), device.kernel_launch_s.source))
     for name, reading in device.state.items():
         rows.append((name.replace("_", " "), _state(reading), reading.reason or reading.source))
     if device.throttle_reasons:
@@ -197,8 +199,8 @@ def peak_rows(device: Device) -> list[Row]:
         rows.append(
             (
                 dtype,
-                format_rate(measured) if measured else "not measured",
-                format_rate(printed) if printed else "unknown",
+                format_reading(measured) if measured else "not measured",
+                format_reading(printed) if printed else "unknown",
                 format_share(measured, printed),
                 _scaled(training, "FLOP/s") if training is not None else "not measured",
             )
@@ -213,26 +215,19 @@ def attention_rows(device: Device) -> list[Row]:
     cases = dict.fromkeys((o.dtype, o.shape) for o in device.operations if o.kind in both)
     for dtype, shape in cases:
         times = [
-            next((format_time(o.seconds) for o in device.readings(kind, dtype) if o.shape == shape), "not measured")
+            next((format_reading(o.seconds) for o in device.readings(kind, dtype) if o.shape == shape), "not measured")
             for kind in both
         ]
         rows.append((dtype, "x".join(map(str, shape)), *times))
     return rows
 
 
-def format_rate(reading: Reading) -> str:
-    """ "415 GFLOP/s", "30.1 GB/s", with the spread where it is known; the reason where there is no value."""
+def format_reading(reading: Reading) -> str:
+    """ "415 GFLOP/s", "30.1 GB/s", "1.8 ms", with the spread where it is known; the reason where there is no value."""
     if reading.value is None:
         return f"unknown ({reading.reason})"
-    text = _scaled(reading.value, "FLOP/s" if reading.unit == "flop/s" else "B/s")
-    return text if reading.spread is None else f"{text} ± {reading.spread / 2:.0%}"
-
-
-def format_time(reading: Reading) -> str:
-    """ "1.8 ms", with the spread where it is known; the reason where there is no value."""
-    if reading.value is None:
-        return f"unknown ({reading.reason})"
-    text = format_seconds(reading.value)
+    rate_unit = "FLOP/s" if reading.unit == "flop/s" else "B/s"
+    text = format_seconds(reading.value) if reading.unit == "s" else _scaled(reading.value, rate_unit)
     return text if reading.spread is None else f"{text} ± {reading.spread / 2:.0%}"
 
 
@@ -250,12 +245,10 @@ def _scaled(value: float, unit: str) -> str:
     return f"{format_number(value)} {unit}"
 
 
-def _size(reading: Reading) -> tuple[str, str]:
-    return ("none known" if reading.value is None else format_bytes(reading.value)), reading.reason or reading.source
-
-
-def _plain(reading: Reading) -> tuple[str, str]:
-    return ("none known" if reading.value is None else format_number(reading.value)), reading.reason or reading.source
+def _figure(reading: Reading) -> tuple[str, str]:
+    """A size or a number, and where it is from."""
+    words = format_bytes if reading.unit == "bytes" else format_number
+    return ("none known" if reading.value is None else words(reading.value)), reading.reason or reading.source
 
 
 def _state(reading: Reading) -> str:
