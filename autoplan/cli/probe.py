@@ -69,10 +69,8 @@ def _probe_nodes(launcher: str | None, nodes: str | None, device: str | None, js
 def show_nodes(found: NodesProfile) -> None:
     """The nodes and their links on stdout, and what is slow."""
     _show("Nodes", ("node", "device", "products", "memory bandwidth"), node_rows(found))
-    if found.collectives:
-        _show("collectives over all ranks", COLLECTIVES, collective_rows(found.collectives))
-    if found.links:
-        _show("links", ("nodes", "one message", "latency", "all-reduce, bus bandwidth"), link_rows(found))
+    _show("collectives over all ranks", COLLECTIVES, collective_rows(found.collectives))
+    _show("links", ("nodes", "one message", "latency", "all-reduce, bus bandwidth"), link_rows(found))
     console = output.console(stderr=False)
     for kind, texts in (("slow", found.slow), ("note", found.notes)):
         for text in texts:
@@ -125,11 +123,9 @@ def show_profile(profile: HardwareProfile) -> None:
         if device.operations:
             _show("matrix products", ("dtype", "best", "datasheet", "share", "in training"), peak_rows(device))
             _show("attention, forward and backward", ("dtype", "shape", "sdpa", "eager"), attention_rows(device))
-    if profile.links:
-        rows = [(f"{k.a} - {k.b}", k.kind, format_reading(k.bandwidth_bytes_per_s), k.detail) for k in profile.links]
-        _show("links, one direction, datasheet", ("ends", "kind", "bandwidth", "detail"), rows)
-    if profile.collectives:
-        _show("collectives", COLLECTIVES, collective_rows(profile.collectives))
+    rows = [(f"{k.a} - {k.b}", k.kind, format_reading(k.bandwidth_bytes_per_s), k.detail) for k in profile.links]
+    _show("links, one direction, datasheet", ("ends", "kind", "bandwidth", "detail"), rows)
+    _show("collectives", COLLECTIVES, collective_rows(profile.collectives))
     console = output.console(stderr=False)
     for note in (*profile.notes, *((profile.disturbed,) if profile.disturbed else ())):
         console.print(f"note: {note}", markup=False, soft_wrap=True)

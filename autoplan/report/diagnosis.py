@@ -102,10 +102,8 @@ def show_diagnosis(console: Console, found: Diagnosis) -> None:
         terminal.say(console, "  mend", one.mend)
         terminal.say(console, "  gain", gain_words(one))
     terminal.show_table(console, part_rows(found), title="Where the time of a step goes")
-    if found.operations:
-        terminal.show_table(console, operation_rows(found), title="Operations of a traced step")
-    if found.ranks:
-        terminal.show_table(console, rank_rows(found), title="Ranks")
+    terminal.show_table(console, operation_rows(found), title="Operations of a traced step")
+    terminal.show_table(console, rank_rows(found), title="Ranks")
     for text in found.notes:
         terminal.say(console, "note", text)
 

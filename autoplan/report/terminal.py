@@ -23,18 +23,30 @@ BETWEEN_COLUMNS = 3
 """Characters between two columns of a table on a terminal."""
 
 
-def make_table(
-    content: facts.Rows, *, title: str | None = None, right: Sequence[int] = (), narrow: bool = False
-) -> Table:
-    """A rich table; text is never read as markup.
+def show_table(console: Console, content: facts.Rows, *, title: str, right: Sequence[int] = ()) -> None:
+    """Prints a table if it has rows; text is never read as markup. Off a terminal: aligned columns, nothing wrapped.
+
+    In a table that is wider than the terminal, columns of configurations and of single words are as wide as their
+    longest word, so that none is cut; the others share what is left.
 
     Args:
+        console: Where.
         content: Headings and rows.
         title: Above the table.
         right: The columns of numbers.
-        narrow: The table is wider than the terminal: columns of configurations and of single words are as wide as
-            their longest word, so that none is cut; the others share what is left.
     """
+    if not content.rows:
+        return
+    lines = (content.headings, *content.rows)
+    widths = [max(len(row[column]) for row in lines) for column in range(len(content.headings))]
+    if not console.is_terminal:
+        console.print(Text(title + ":"))
+        for row in lines:
+            cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            console.print(Text(printable("  " + cells).rstrip()), soft_wrap=True)
+        console.print()
+        return
+    narrow = sum(width + BETWEEN_COLUMNS for width in widths) > console.width
     table = Table(
         box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, header_style="bold"
     )
@@ -47,7 +59,7 @@ def make_table(
         )
     for row in content.rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    return table
+    console.print(table)
 
 
 def _uncut(content: facts.Rows, column: int) -> int | None:
@@ -57,32 +69,6 @@ def _uncut(content: facts.Rows, column: int) -> int | None:
     if settings <= len(cells) / 2 and any(len(words) > 1 for words in cells):
         return None
     return max(len(word) for words in (*cells, content.headings[column].split()) for word in words)
-
-
-def _widths(content: facts.Rows) -> list[int]:
-    """Characters of the longest cell of each column."""
-    rows = (content.headings, *content.rows)
-    return [max(len(row[column]) for row in rows) for column in range(len(content.headings))]
-
-
-def show_table(console: Console, content: facts.Rows, *, title: str, right: Sequence[int] = ()) -> None:
-    """Prints a table if it has rows."""
-    if content.rows:
-        if console.is_terminal:
-            narrow = sum(width + BETWEEN_COLUMNS for width in _widths(content)) > console.width
-            console.print(make_table(content, title=title, right=right, narrow=narrow))
-        else:
-            show_lines(console, content, title)
-
-
-def show_lines(console: Console, content: facts.Rows, title: str) -> None:
-    """The table as aligned columns, a line each: no boxes, nothing wrapped, easy to grep."""
-    widths = _widths(content)
-    console.print(Text(title + ":"))
-    for row in (content.headings, *content.rows):
-        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        console.print(Text(printable("  " + cells).rstrip()), soft_wrap=True)
-    console.print()
 
 
 GO_ON = "the same search with a larger --budget"
