@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import median
@@ -78,13 +78,9 @@ def draw_tradeoff(plan: Plan) -> str:
     parts = [*chart.axes(format_bytes, f"{plan.workload.unit}/s, over peak memory")]
     parts += [chart.dot(plan, trial, memory, rate) for memory, rate, trial in points]
     places = [(chart.x(memory), chart.y(rate)) for memory, rate, _ in points]
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in places]
-    for (x, y), (_, _, trial) in zip(places, points, strict=True):
-        name = {"best": "plan", "plain": baseline_name(plan), "hand": "by hand"}.get(kind_of(plan, trial))
-        words = f"{trial.number}{f' {name}' if name else ''}"
-        label_x, baseline, anchor = place_label(x, y, words, taken)
-        parts.append(draw_text(label_x, baseline, words, anchor=anchor))
-    return "".join([*parts, "</svg>"])
+    names = {"best": " plan", "plain": f" {baseline_name(plan)}", "hand": " by hand", "other": ""}
+    words = [f"{trial.number}{names[kind_of(plan, trial)]}" for _, _, trial in points]
+    return "".join([*parts, *draw_labels(places, words), "</svg>"])
 
 
 def draw_rent(rent: dict[str, Any]) -> str:
@@ -108,7 +104,6 @@ def draw_rent(rent: dict[str, Any]) -> str:
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in front)
     parts.append(f'<path d="{path}" fill="none" stroke="var(--best)"/>')
     places = [(chart.x(option[spent]), up(option["hours"])) for option in options]
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in places]
     for (x, y), option in zip(places, options, strict=True):
         colour = "best" if option["on_front"] else "other"
         ends = f"M{x:.1f} {up(option['hours_low']):.1f}V{up(option['hours_high']):.1f}"
@@ -116,31 +111,29 @@ def draw_rent(rent: dict[str, Any]) -> str:
         title = escape(describe_option(option, rent["currency"]))
         circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="var(--{colour})">'
         parts.append(f"{circle}<title>{title}</title></circle>")
-        if option["on_front"] or option["smallest"]:
-            words = f"{option['num_gpus']} x {option['chip']}"
-            label_x, baseline, anchor = place_label(x, y, words, taken)
-            parts.append(draw_text(label_x, baseline, words, anchor=anchor))
-    return "".join([*parts, "</svg>"])
+    words = [f"{o['num_gpus']} x {o['chip']}" if o["on_front"] or o["smallest"] else "" for o in options]
+    return "".join([*parts, *draw_labels(places, words), "</svg>"])
 
 
-def place_label(x: float, y: float, words: str, taken: list[Box]) -> tuple[float, float, str]:
-    """Where the label of a dot is, its baseline and its anchor: beside, over or under it, where nothing is yet.
-
-    `taken` has the boxes of dots and labels; the label's own is added, as large as on a narrow screen.
-    """
-    width = LETTER * len(words)
-    anchors = {"start": (10.0, 10.0), "end": (-10.0, -10.0 - width), "middle": (0.0, -width / 2)}
-    tried = [(anchor, y + 5) for anchor in ("start", "end")]
-    tried += [(anchor, y + 5 + rows * 22) for rows in (-1, 1, -2, 2, 3) for anchor in ("middle", "start", "end")]
-    places = []
-    for anchor, baseline in tried:
-        label_x, left = x + anchors[anchor][0], x + anchors[anchor][1]
-        if left >= LEFT and left + width <= WIDTH:
-            places.append(((label_x, baseline, anchor), (left, baseline - 16, left + width, baseline + 3)))
-    free = (one for one in places if not any(overlap(one[1], other) for other in taken))
-    place, box = next(free, places[0])
-    taken.append(box)
-    return place
+def draw_labels(dots: Sequence[tuple[float, float]], labels: Sequence[str]) -> Iterator[str]:
+    """The labels of dots, each beside, over or under its own, where nothing is yet; as large as on a narrow screen."""
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in dots]
+    for (x, y), words in zip(dots, labels, strict=True):
+        if not words:
+            continue
+        width = LETTER * len(words)
+        anchors = {"start": (10.0, 10.0), "end": (-10.0, -10.0 - width), "middle": (0.0, -width / 2)}
+        tried = [(anchor, y + 5) for anchor in ("start", "end")]
+        tried += [(anchor, y + 5 + rows * 22) for rows in (-1, 1, -2, 2, 3) for anchor in ("middle", "start", "end")]
+        places = []
+        for anchor, baseline in tried:
+            left = x + anchors[anchor][1]
+            if left >= LEFT and left + width <= WIDTH:
+                box = (left, baseline - 16, left + width, baseline + 3)
+                places.append((box, draw_text(x + anchors[anchor][0], baseline, words, anchor=anchor)))
+        box, text = next((one for one in places if not any(overlap(one[0], other) for other in taken)), places[0])
+        taken.append(box)
+        yield text
 
 
 def overlap(one: Box, other: Box) -> bool:
@@ -198,10 +191,7 @@ def open_drawing(height: float, title: str) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">'
 
 
-def draw_text(
-    x: float, y: float, words: str, *, anchor: str = "start", css: str | None = None, title: str | None = None
-) -> str:
-    """A text at a place; `title` is shown where the mouse stands on it."""
+def draw_text(x: float, y: float, words: str, *, anchor: str = "start", css: str | None = None) -> str:
+    """A text at a place."""
     kind = f' class="{css}"' if css else ""
-    tip = f"<title>{escape(title)}</title>" if title else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{kind}>{escape(words)}{tip}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{kind}>{escape(words)}</text>'

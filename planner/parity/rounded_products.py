@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autoplan.planner.parity.differences import finite
 from autoplan.strategies.analysis.structure import clean_name
 from autoplan.strategies.techniques.fp8 import replaced_linears
+from autoplan.strategies.techniques.mesh import whole_tensor
 
 ROWS = 64
 """Of the inputs that a layer is called with by itself; a multiple of 16."""
@@ -67,7 +67,7 @@ def product_distances(model: nn.Module, recipe: str) -> dict[str, float]:
     """
     found = {}
     for name, layer in replaced_linears(model):
-        own = {key: _whole(value) for key, value in layer.named_parameters()}
+        own = {key: whole_tensor(value.detach()) for key, value in layer.named_parameters()}
         weight = own["weight"].requires_grad_()
         generator = torch.Generator().manual_seed(0)
         sizes = (ROWS, layer.in_features), (ROWS, layer.out_features)
@@ -82,12 +82,6 @@ def product_distances(model: nn.Module, recipe: str) -> dict[str, float]:
         pairs = [(a.detach().float(), b.detach().float()) for a, b in products]
         found[clean_name(name)] = max(finite(float((a - b).norm() / b.norm().clamp(min=_LEAST))) for a, b in pairs)
     return found
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter, or the whole of which it is a shard, without its history."""
-    value = parameter.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 class _RoundedProduct(torch.autograd.Function):
