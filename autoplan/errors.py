@@ -25,6 +25,7 @@ Texts name options as the command line does (`--max-trials 20`). In Python an er
 
 from __future__ import annotations
 
+import functools
 import re
 
 _SAME_NAME = (
@@ -101,14 +102,10 @@ class AutoplanError(Exception):
         super().__init__(self.message)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.flag_message, self.flag_hint))
+        return functools.partial(type(self), hint=self.flag_hint), (self.flag_message,)
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\n  {self.hint}"
-
-
-def _rebuild(kind: type[AutoplanError], message: str, hint: str | None) -> AutoplanError:
-    return kind(message, hint=hint)
 
 
 class UsageError(AutoplanError):

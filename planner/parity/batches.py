@@ -9,12 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoplan.planner.parity.records import (
-    CHECK_MICRO_BATCH,
-    CHECK_SEQUENCE_LENGTH,
-    LARGE_MODEL_SEQUENCE_LENGTH,
-    SMALL_MODEL_PARAMETERS,
-)
+from autoplan.planner.parity.records import CHECK_SEQUENCE_LENGTH, LARGE_MODEL_SEQUENCE_LENGTH, SMALL_MODEL_PARAMETERS
 from autoplan.strategies.analysis.additivity import SHORT_LENGTH, shorten
 from autoplan.strategies.analysis.structure import disable_dropout
 from autoplan.strategies.config import TrainingConfig
@@ -24,13 +19,6 @@ from autoplan.strategies.workloads.samples import SAMPLES, SampleBatch
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, Workload
 
 _MASKED_SHARE = 0.7  # of the last sample's labels
-
-
-def small_config(workload: Workload, config: TrainingConfig, *, own_shapes: bool = False) -> TrainingConfig:
-    """The config with a small micro-batch; one that the user fixed stays as it is, and so does any with own shapes."""
-    if own_shapes or workload.fixed_micro_batch is not None:
-        return config
-    return config.model_copy(update={"micro_batch": min(config.micro_batch, CHECK_MICRO_BATCH)})
 
 
 def small_workload(

@@ -26,7 +26,6 @@ from autoplan.planner.parity.batches import (
     interleaved,
     labels_of,
     own_length,
-    small_config,
     small_workload,
 )
 from autoplan.planner.parity.recorder import Recorder
@@ -129,8 +128,10 @@ class Check:
 
     @property
     def small_config(self) -> TrainingConfig:
-        """The config as it is checked."""
-        return small_config(self.workload, self.config, own_shapes=self.own_shapes)
+        """The config with a small micro-batch; one that the user fixed stays as it is, and so does any own shape."""
+        if self.own_shapes or self.workload.fixed_micro_batch is not None:
+            return self.config
+        return self.config.model_copy(update={"micro_batch": min(self.config.micro_batch, CHECK_MICRO_BATCH)})
 
 
 def run_reference(check: Check) -> ParityMeasurement:
