@@ -46,7 +46,7 @@ def prepare() -> None:
     """Sets the streams and the handlers of signals up, for the whole process."""
     _open_closed()
     sys.stdout = _Output(sys.stdout, 1, _end_with_output)
-    sys.stderr = _Output(sys.stderr, 2, _drop_narration)
+    sys.stderr = _Output(sys.stderr, 2, lambda error: None)
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _on_signal)
@@ -125,10 +125,6 @@ def _end_with_output(error: OSError) -> NoReturn:
     raise OutputError(
         f"stdout cannot be written: {error.strerror}", hint="Free some space there, or print to another place."
     ) from error
-
-
-def _drop_narration(error: OSError) -> None:
-    pass
 
 
 def _is_stdout(fd: int) -> bool:

@@ -145,6 +145,8 @@ def collective_rows(collectives: Sequence[CollectiveReading]) -> list[Row]:
 def host_rows(host: Host) -> list[Row]:
     """(what, value, where from) of the host."""
     cores = f"{host.cores_usable} usable of {host.cores_logical} ({host.cores_physical} physical)"
+    driver = f"driver {host.driver}" if host.driver else "no GPU driver"
+    versions = f"{driver}, CUDA {host.cuda}" if host.cuda else driver
     return [
         ("cpu", host.cpu_model, " ".join(host.cpu_flags)),
         ("cores", cores, f"{host.numa_nodes} NUMA node(s)"),
@@ -154,7 +156,7 @@ def host_rows(host: Host) -> list[Row]:
         ("cpu limit", *_figure(host.cgroup_cpu_limit)),
         ("/dev/shm", *_figure(host.shared_memory_bytes)),
         ("load", *_figure(host.load_average)),
-        ("software", f"{host.kernel}, Python {host.python}, torch {host.torch}", _versions(host)),
+        ("software", f"{host.kernel}, Python {host.python}, torch {host.torch}", versions),
     ]
 
 
@@ -253,11 +255,6 @@ def _state(reading: Reading) -> str:
     if reading.unit == "Hz":
         return f"{reading.value / 1e6:.0f} MHz"
     return f"{reading.value:.0%}" if reading.unit == "1" else f"{format_number(reading.value)} {reading.unit}"
-
-
-def _versions(host: Host) -> str:
-    driver = f"driver {host.driver}" if host.driver else "no GPU driver"
-    return f"{driver}, CUDA {host.cuda}" if host.cuda else driver
 
 
 def _show(title: str, headings: Row, rows: Sequence[Row]) -> None:

@@ -147,6 +147,7 @@ def search_command(
     """
     from autoplan import api
     from autoplan.cli.search_result import search_document, show_result
+    from autoplan.report import facts
 
     given = {name: value for name, value in options.items() if value is not None}
     if quiet and verbose:
@@ -167,8 +168,10 @@ def search_command(
         seed=given.get("seed"),
     )
     asked = SearchOptions(spec=spec, **given)
-    if not quiet:
-        say_what_is_searched(asked)
+    if not quiet:  # nothing shrinks in silence
+        defaults = (f"  default: {text}" for text in asked.spec.defaults_used)
+        for text in (f"workload: {facts.workload_line(asked.spec)}", *defaults):
+            output.console().print(text, markup=False, soft_wrap=True)
     result = api.run(asked, quiet=quiet, verbose=verbose)
     if json_output:
         output.print_json(search_document(result))
@@ -215,13 +218,3 @@ def make_spec(
         options=given,
         arguments=arguments or (),
     )
-
-
-def say_what_is_searched(options: SearchOptions) -> None:
-    """The workload and what was not given, on stderr: nothing shrinks in silence."""
-    from autoplan.report import facts
-
-    console = output.console()
-    console.print(f"workload: {facts.workload_line(options.spec)}", markup=False, soft_wrap=True)
-    for text in options.spec.defaults_used:
-        console.print(f"  default: {text}", markup=False, soft_wrap=True)

@@ -29,7 +29,11 @@ def show_result(result: SearchResult, out: Path, *, whole: bool = False) -> None
 
     narration, console = output.console(), output.console(stderr=False)
     if result.status == "dry_run":
-        show_dry_run(result)
+        shown = result.candidates[:SHOWN_CANDIDATES]
+        title = f"{len(result.candidates):,} configurations; the {len(shown)} that are predicted fastest"
+        terminal.show_table(console, facts.candidate_rows(shown), title=title)
+        terminal.show_left_out(console, result.left_out, more="--json")
+        sys.stderr.write("dry run: nothing was run\n")
         return
     if result.plan is not None:
         narration.print()
@@ -66,18 +70,6 @@ def command_with_more(result: SearchResult) -> str:
             kept.append(word)
         skip = not skip and word in left_out
     return shlex.join(["autoplan", *kept, *more, *words[end:]])
-
-
-def show_dry_run(result: SearchResult) -> None:
-    """The space, the fastest predictions first."""
-    from autoplan.report import facts, terminal
-
-    console = output.console(stderr=False)
-    shown = result.candidates[:SHOWN_CANDIDATES]
-    title = f"{len(result.candidates):,} configurations; the {len(shown)} that are predicted fastest"
-    terminal.show_table(console, facts.candidate_rows(shown), title=title)
-    terminal.show_left_out(console, result.left_out, more="--json")
-    sys.stderr.write("dry run: nothing was run\n")
 
 
 def search_document(result: SearchResult) -> dict[str, Any]:

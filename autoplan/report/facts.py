@@ -188,7 +188,9 @@ def configuration(plan: Plan) -> Rows:
     reasons = {choice.knob: choice.reason for choice in plan.choices}
     chosen = plan.config.knobs_off_default()
     rows: list[tuple[str, ...]] = [(knob, value_words(value), reasons.get(knob, "")) for knob, value in chosen.items()]
-    rows.insert(1, ("accumulation", str(plan.accumulation), accumulation_reason(plan)))
+    ranks = f" x {plan.config.dp} data-parallel ranks" if plan.config.dp > 1 else ""
+    product = f"{plan.config.micro_batch} x {plan.accumulation}{ranks} = {plan.workload.global_batch}"
+    rows.insert(1, ("accumulation", str(plan.accumulation), f"keeps the global batch: {product}"))
     values = plan.config.model_dump()
     kept = [knob for knob in reasons if knob in values and knob not in chosen]
     rows += [(knob, value_words(values[knob]), reasons[knob]) for knob in kept]
@@ -198,14 +200,6 @@ def configuration(plan: Plan) -> Rows:
 def value_words(value: object) -> str:
     """A knob's value; None is what torch does by itself."""
     return "torch's own" if value is None else str(value)
-
-
-def accumulation_reason(plan: Plan) -> str:
-    """The arithmetic that keeps the global batch."""
-    ranks = f" x {plan.config.dp} data-parallel ranks" if plan.config.dp > 1 else ""
-    return (
-        f"keeps the global batch: {plan.config.micro_batch} x {plan.accumulation}{ranks} = {plan.workload.global_batch}"
-    )
 
 
 def by_reason(families: Sequence[LeftOutFamily]) -> list[LeftOutFamily]:

@@ -499,7 +499,8 @@ class _WatchedRun:
             return f"the state cannot be saved: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         for part in ("model", *(("optimizer",) if run.config.offload != "none" else ())):
             # the parameters are zeroed, and states on the host lie in buffers that the run uses again
-            state[part] = {name: _cloned(value) for name, value in state[part].items()}
+            tensors = {name: value for name, value in state[part].items() if isinstance(value, torch.Tensor)}
+            state[part] = {**state[part], **{name: tensor.detach().clone() for name, tensor in tensors.items()}}
         saved = [value for value in run.model.state_dict().values() if isinstance(value, torch.Tensor)]
         written = [tensor for tensor in map(local_tensor, saved) if not is_expanded(tensor)]  # of others a load fails
         kept = [(tensor, tensor.detach().clone()) for tensor in written]
@@ -556,10 +557,6 @@ class _WatchedRun:
             self._micro_step = 0
             result = step()
         return result
-
-
-def _cloned(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 @contextlib.contextmanager

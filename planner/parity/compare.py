@@ -130,7 +130,9 @@ def run_parity(
         reference = _reference(launch, request, cache_dir or directory)
         if isinstance(reference, ProcessReport):
             verdict = unfinished(config, why_unfinished(reference, "the plain reference"))
-            if not own and fitting == "plain" and not _is_too_long(reference):
+            hit = limit_hit(reference, "it")  # the own length comes after shorter samples
+            too_long = hit is not None and hit.kind == "memory" and reference.phase == "own length"
+            if not own and fitting == "plain" and not too_long:
                 break
             continue
         left_s = max(1.0, launch.left_s())
@@ -143,12 +145,6 @@ def run_parity(
         if not own and fitting == "plain":
             break
     return verdict
-
-
-def _is_too_long(report: ProcessReport) -> bool:
-    """Whether a plain reference ran out of memory at the workload's own length, which comes after shorter samples."""
-    hit = limit_hit(report, "it")
-    return hit is not None and hit.kind == "memory" and report.phase == "own length"
 
 
 def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingConfig) -> Parity:

@@ -64,6 +64,8 @@ class Gradients:
             one, other: The norms of the whole gradients, of the reference and of the candidate.
         """
         tolerance = self.tolerance
+        off, residual = self.scale_and_residual()
+        scale = max(tolerance.scale, SCALE_OF_RESIDUAL * residual)  # rounding changes the scale too, by such a part
         shared = {name: one[name] for name in self.names}
         theirs = {name: self.reference[name] for name in self.names}
         distances = distances_of(theirs, self.candidate, tolerance, self.weights)
@@ -71,7 +73,7 @@ class Gradients:
             largest(f"gradient norms, {where}", tolerance.norm, relatives(shared, other, tolerance)),
             largest(f"gradients, {where}", tolerance.vector, distances),
             make_check(f"whole gradient, {where}", self.distance(), tolerance.whole, "all parameters"),
-            self._scale_check(f"gradient scale, {where}"),
+            make_check(f"gradient scale, {where}", off, scale, "all parameters"),
             self._parameter_scale_check(f"gradient scale of a parameter, {where}", one),
         ]
 
@@ -102,11 +104,6 @@ class Gradients:
             return CAP, 0.0
         off = abs(scale - 1)
         return off, math.sqrt(max(0.0, self.distance(names) ** 2 - off**2))
-
-    def _scale_check(self, name: str) -> ParityCheck:
-        """Rounding changes the scale too, by a part of what it changes in all: less than that part passes."""
-        off, residual = self.scale_and_residual()
-        return make_check(name, off, max(self.tolerance.scale, SCALE_OF_RESIDUAL * residual), "all parameters")
 
     def _parameter_scale_check(self, name: str, norms: Mapping[str, float]) -> ParityCheck:
         whole = math.sqrt(sum(norm**2 for norm in norms.values()))
