@@ -18,7 +18,6 @@ from autoplan.strategies.workloads.registry import list_models
 
 if TYPE_CHECKING:
     from autoplan.planner.search.options import Flag
-    from autoplan.strategies.workloads.spec import WorkloadSpec
 
 PANELS = (WORKLOAD, SEARCH, GOAL, LIMITS, RECORD)
 """Of the help, the everyday ones first."""
@@ -148,6 +147,7 @@ def search_command(
     from autoplan import api
     from autoplan.cli.search_result import search_document, show_result
     from autoplan.report import facts
+    from autoplan.strategies.workloads import sources
 
     given = {name: value for name, value in options.items() if value is not None}
     if quiet and verbose:
@@ -157,16 +157,13 @@ def search_command(
         raise UsageError(
             f"a knob is given without its value: {loose[0]}", hint=f"In one word: {loose[0]}={arguments[0]}"
         )
-    spec = make_spec(
-        named_workload(model, trainer),
-        sequence_length,
-        global_batch,
-        arguments,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-        seed=given.get("seed"),
-    )
+    named = named_workload(model, trainer)
+    said = {"learning_rate": learning_rate, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+    said = {name: value for name, value in {**said, "seed": given.get("seed")}.items() if value is not None}
+    if max_grad_norm == 0:
+        said["max_grad_norm"] = None  # how a spec says: no clipping
+    sizes: Any = {"sequence_length": sequence_length, "global_batch": global_batch}
+    spec = sources.make_spec(model=named, **sizes, options=said, arguments=arguments or ())
     asked = SearchOptions(spec=spec, **given)
     if not quiet:  # nothing shrinks in silence
         defaults = (f"  default: {text}" for text in asked.spec.defaults_used)
@@ -196,25 +193,3 @@ def named_workload(model: str | None, trainer: str | None) -> str:
     if named is None:
         raise UsageError("no workload was named", hint="For example: --model gpt2, or --trainer train.py:make_trainer")
     return named
-
-
-def make_spec(
-    model: str,
-    sequence_length: int | None,
-    global_batch: int | None,
-    arguments: list[str] | None = None,
-    **options: Any,
-) -> WorkloadSpec:
-    """The workload that the options name; WorkloadError says what is wrong with them."""
-    from autoplan.strategies.workloads import sources
-
-    given = {name: value for name, value in options.items() if value is not None}
-    if given.get("max_grad_norm") == 0:
-        given["max_grad_norm"] = None  # how a spec says: no clipping
-    return sources.make_spec(
-        model=model,
-        sequence_length=sequence_length,
-        global_batch=global_batch,
-        options=given,
-        arguments=arguments or (),
-    )
