@@ -32,8 +32,7 @@ def ls_command(
 
     Each with its age, size and result. They are the folders of the store, which autoplan clean removes.
     """
-    place = _place(store, storage)
-    studies = _list(place)
+    place, studies = _list(store, storage)
     if json_output:
         output.print_json({"status": "ok", "store": str(place), "searches": [_document(one) for one in studies]})
         return
@@ -61,9 +60,8 @@ def clean_command(
     from autoplan.planner.store.database import remove_shared
     from autoplan.planner.store.studies import remove_study
 
-    place = _place(store, storage)
     least_s = 0.0 if older_than is None else parse_duration_s(older_than, option="--older-than")
-    studies = _list(place)
+    place, studies = _list(store, storage)
     chosen = _named(names, studies, place) if names else [one for one in studies if one.status != "running"]
     chosen = [one for one in chosen if one.age_s >= least_s]
     if chosen and not yes:
@@ -132,23 +130,19 @@ def _is_wanted(studies: list[Study], place: Path | str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _place(store: Path | None, storage: str | None) -> Path | str:
-    """The folder of the records, or the URL of their database."""
-    from autoplan.planner.store.database import check_storage
+def _list(store: Path | None, storage: str | None) -> tuple[Path | str, list[Study]]:
+    """The folder of the records, or the URL of their database, and the searches in it."""
+    from autoplan.planner.store.database import check_storage, list_shared
     from autoplan.planner.store.store import study_folder
-
-    if storage is not None:
-        if store is not None:
-            raise UsageError("--store and --storage were given", hint="Give one of them.")
-        return check_storage(storage)
-    return study_folder(store, "any").parent
-
-
-def _list(place: Path | str) -> list[Study]:
-    from autoplan.planner.store.database import list_shared
     from autoplan.planner.store.studies import list_studies
 
-    return list_shared(place) if isinstance(place, str) else list_studies(place)
+    if storage is None:
+        folder = study_folder(store, "any").parent
+        return folder, list_studies(folder)
+    if store is not None:
+        raise UsageError("--store and --storage were given", hint="Give one of them.")
+    url = check_storage(storage)
+    return url, list_shared(url)
 
 
 def _show(studies: list[Study], *, stderr: bool = False) -> None:
