@@ -43,7 +43,7 @@ from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.workloads.frameworks import MODULES, framework_of, is_one_of
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.text import right_name
-from autoplan.trainings import allowed_precisions, named_parts, read_training
+from autoplan.trainings import allowed_precisions, read_training
 
 if TYPE_CHECKING:
     from autoplan.strategies.workloads.loops.mean_loss import LossMean
@@ -161,8 +161,11 @@ def search(
         BudgetEndedError: the budget ended before a verified plan.
         InterruptedSearchError: Ctrl-C; the same call resumes.
     """
-    makes_batches = make_batch is not None and dataloader is None
-    workload, model, trainer = named_parts(workload, model, trainer, makes_batches=makes_batches)
+    if workload is None and model is None and framework_of(trainer) is not None:  # a Trainer by its name
+        workload, trainer = trainer, None
+    has_batches = make_batch is not None and dataloader is None and model is None
+    if has_batches and is_one_of(workload, MODULES) and framework_of(workload) is None:  # a model first
+        workload, model = None, workload
     spec = make_workload_spec(
         workload,
         parts={

@@ -55,20 +55,6 @@ def read_training(workload: Any, parts: dict[str, Any], settings: dict[str, Any]
     return from_trainer(workload)
 
 
-def named_parts(workload: Any, model: Any, trainer: Any, *, makes_batches: bool) -> tuple[Any, Any, Any]:
-    """(workload, model, trainer) as they are meant: a Trainer by its name, a model first with a function of batches.
-
-    Args:
-        workload, model, trainer: As `autoplan.search` was given them.
-        makes_batches: There is a `make_batch`, and no DataLoader.
-    """
-    if workload is None and model is None and framework_of(trainer) is not None:
-        return trainer, None, None
-    if makes_batches and model is None and is_one_of(workload, MODULES) and framework_of(workload) is None:
-        return None, workload, trainer
-    return workload, model, trainer
-
-
 def read_parts(
     model: Any,
     *,
