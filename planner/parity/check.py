@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autoplan.files import replace_file
 from autoplan.planner.parity import compare
 from autoplan.planner.parity.differences import make_check, relative
-from autoplan.planner.parity.records import Rung
+from autoplan.planner.parity.records import ParityRequest, Rung
 from autoplan.planner.parity.tolerances import TOLERANCES
 from autoplan.planner.records.trials import Parity
 from autoplan.processes import Ended, ProcessReport, Zygote
@@ -48,36 +48,41 @@ def check_parity(
     cache_dir: Path | None = None,
     own_shapes: bool = False,
 ) -> Parity:
-    """Checks a configuration; of a step function nothing but the losses is compared.
+    """Checks a configuration against one plain process, on fewer and shorter samples.
+
+    Of a step function nothing but the losses is compared.
 
     Args:
-        zygote, spec, config, device, directory, deadline_s, memory_limit_bytes, on_attempt: See `run_parity`.
-        plain: The plain run that fits; None: it is not known, as where the baseline is the user's own setting.
-        time_s, cache_dir: See `run_parity`; not for a step function.
-        own_shapes: The same; only where `plain` needs no knob to fit.
+        zygote: Starts the ranks.
+        spec: What is trained.
+        config: The candidate.
+        plain: The plain run that fits at the workload's own length; None: it is not known, as where the baseline is the
+            user's own setting. One with checkpointing is taken where the plain one runs out of memory there; if neither
+            fits, that length is left out.
+        device: cuda or cpu.
+        directory: For the files of the check.
+        deadline_s: For the whole check.
+        memory_limit_bytes: Host memory of all processes of a run together; None: no limit.
+        on_attempt: Is told of each run that something outside ended; it is then made again.
+        time_s: Seconds in which the parts that a verdict can do without have to end; None: `deadline_s`.
+        cache_dir: Where the reference is kept for the next candidate of the same sizes; None: in `directory`.
+        own_shapes: With the micro-batch and the sequences of training, whose kernels a trial has compiled already; only
+            where `plain` needs no knob to fit. If that does not come to its end (its copies of the parameters may not
+            fit beside them), small ones are taken.
 
     Raises:
-        TaskFailedError, DidNotRunError, CandidateDidNotRunError: see `run_parity`.
+        TaskFailedError: the deadline passed; that says nothing about the configuration.
+        DidNotRunError: something outside ended the plain reference each time.
+        CandidateDidNotRunError: the same of the candidate.
     """
+    now, late_s = time.monotonic(), deadline_s if time_s is None else min(time_s, deadline_s)
+    launch = compare.Launch(zygote, now + deadline_s, now + late_s, memory_limit_bytes, on_attempt)
     if spec.is_step:
-        end = time.monotonic() + deadline_s
-        launch = compare.Launch(zygote, end, end, memory_limit_bytes, on_attempt)
         return run_step_parity(launch, spec, config, device, directory)
     rung = rung_of(plain)
-    return compare.run_parity(
-        zygote,
-        spec,
-        config,
-        device=device,
-        directory=directory,
-        deadline_s=deadline_s,
-        time_s=time_s,
-        cache_dir=cache_dir,
-        memory_limit_bytes=memory_limit_bytes,
-        on_attempt=on_attempt,
-        own_shapes=own_shapes and rung == "plain",
-        rung=rung,
-    )
+    own = own_shapes and rung == "plain"
+    request = ParityRequest(spec=spec, config=config, device=device, own_shapes=own, rung=rung)
+    return compare.run_parity(launch, request, directory, cache_dir or directory)
 
 
 def rung_of(plain: TrainingConfig | None) -> Rung:

@@ -45,7 +45,6 @@ from autoplan.planner.parity.tolerances import TOLERANCES, tolerance_of
 from autoplan.planner.records.trials import Parity, ParityCheck
 from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
 from autoplan.strategies.config import TrainingConfig, knobs
-from autoplan.strategies.workloads.spec import WorkloadSpec
 
 MEASUREMENTS = "measurements.json"
 LIMITS = "What no check of a few steps can see is listed in docs/parity.md"
@@ -70,64 +69,19 @@ FUNCTIONS = {
 """The phases of a run of the check, and the function of the user's that runs in each."""
 
 
-def run_parity(
-    zygote: Zygote,
-    spec: WorkloadSpec,
-    config: TrainingConfig,
-    *,
-    device: str,
-    directory: Path,
-    deadline_s: float,
-    time_s: float | None = None,
-    cache_dir: Path | None = None,
-    memory_limit_bytes: int | None = None,
-    on_attempt: Callable[[ProcessReport], None] | None = None,
-    own_shapes: bool = False,
-    rung: Rung = "plain",
-) -> Parity:
-    """Checks a configuration against one plain process, on fewer and shorter samples.
-
-    Args:
-        zygote: Starts the ranks.
-        spec: What is trained.
-        config: The candidate.
-        device: cuda or cpu.
-        directory: For the files of the check.
-        deadline_s: For the whole check.
-        time_s: Seconds in which the parts that a verdict can do without have to end; None: `deadline_s`.
-        cache_dir: Where the reference is kept for the next candidate of the same sizes; None: in `directory`.
-        memory_limit_bytes: Host memory of all processes of a run together; None: no limit.
-        on_attempt: Is told of each run that something outside ended; it is then made again.
-        own_shapes: With the micro-batch and the sequences of training, whose kernels a trial has compiled already. If
-            that does not come to its end (its copies of the parameters may not fit beside them), small ones are taken.
-        rung: Which plain run fits at the workload's own length, as far as that is known. One with checkpointing is
-            taken where the plain one runs out of memory there; if neither fits, that length is left out.
+def run_parity(launch: Launch, request: ParityRequest, directory: Path, cache_dir: Path) -> Parity:
+    """Checks the configuration of a request against one plain process: see `check_parity`.
 
     Raises:
-        TaskFailedError: the deadline passed; that says nothing about the configuration.
-        DidNotRunError: something outside ended the plain reference each time.
-        CandidateDidNotRunError: the same of the candidate.
+        TaskFailedError, DidNotRunError, CandidateDidNotRunError: see `check_parity`.
     """
-    now = time.monotonic()
-    launch = Launch(
-        zygote,
-        deadline_at=now + deadline_s,
-        late_at=now + (deadline_s if time_s is None else min(time_s, deadline_s)),
-        memory_limit_bytes=memory_limit_bytes,
-        on_attempt=on_attempt,
-    )
-    attempts: list[tuple[bool, Rung]] = [(True, rung)] if own_shapes else []
+    config, rung = request.config, request.rung
+    attempts: list[tuple[bool, Rung]] = [(True, rung)] if request.own_shapes else []
     attempts += [(False, lower) for lower in RUNGS[RUNGS.index(rung) :]]
     for own, fitting in attempts:
-        request = ParityRequest(
-            spec=spec,
-            config=config,
-            device=device,
-            time_s=REFERENCE_SHARE * launch.time_s(),
-            own_shapes=own,
-            rung=fitting,
-        )
-        reference = _reference(launch, request, cache_dir or directory)
+        changes = {"own_shapes": own, "rung": fitting, "time_s": REFERENCE_SHARE * launch.time_s()}
+        plain = request.model_copy(update=changes)
+        reference = _reference(launch, plain, cache_dir)
         if isinstance(reference, ProcessReport):
             verdict = unfinished(config, why_unfinished(reference, "the plain reference"))
             hit = limit_hit(reference, "it")  # the own length comes after shorter samples
@@ -137,8 +91,8 @@ def run_parity(
             continue
         left_s = max(1.0, launch.left_s())
         changes = {"reference": reference.measurement, "time_s": CANDIDATE_SHARE * launch.time_s()}
-        request = request.model_copy(update=changes)
-        report, candidates = _run(launch, request, directory / "candidate", config.world_size, left_s)
+        ours = plain.model_copy(update=changes)
+        report, candidates = _run(launch, ours, directory / "candidate", config.world_size, left_s)
         if candidates:
             return compare(reference, candidates, config).model_copy(update={"own_shapes": own})
         verdict = unfinished(config, why_unfinished(report, "the candidate"))

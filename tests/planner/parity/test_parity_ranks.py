@@ -1,4 +1,4 @@
-"""run_parity: reference and candidate in ranks of their own, one and more; and checks that do not finish."""
+"""check_parity: reference and candidate in ranks of their own, one and more; and checks that do not finish."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autoplan.planner.parity import compare as parity
-from autoplan.planner.parity.compare import run_parity
+from autoplan.planner.parity.check import check_parity
 from autoplan.planner.parity.reference import RankBuffers
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import TrainingConfig
@@ -37,10 +37,11 @@ def check(zygote, folder, tmp_path):
 
     def run(deadline_s=120.0, kept=folder / "kept", spec=spec, **knobs):
         config = TrainingConfig.model_validate({"micro_batch": 4} | knobs)
-        return run_parity(
+        return check_parity(
             zygote,
             spec,
             config,
+            plain=None,
             device="cpu",
             directory=tmp_path / "check",
             deadline_s=deadline_s,
@@ -126,7 +127,7 @@ def test_comparing_loads_no_torch():
 def test_running_statistics_of_each_rank_are_compared(zygote, tmp_path):
     spec = spec_from_objects(classifier(norm=True, global_batch=12, fixed_micro_batch=2))
     config = TrainingConfig(micro_batch=2, dp_replicate=2)
-    verdict = run_parity(zygote, spec, config, device="cpu", directory=tmp_path, deadline_s=120.0)
+    verdict = check_parity(zygote, spec, config, plain=None, device="cpu", directory=tmp_path, deadline_s=120.0)
     assert verdict.passed, verdict.model_dump_json()
     (found,) = [check for check in verdict.checks if check.name == "buffers"]
     assert "running" in found.where and found.difference < 1e-4
@@ -162,7 +163,7 @@ def test_each_rank_has_the_statistics_of_its_own_micro_batches(kind):
 def test_a_verdict_says_whether_its_check_had_the_shapes_of_training(zygote, tmp_path):
     spec, more = spec_from_objects(classifier(global_batch=8)), {"device": "cpu", "deadline_s": 120.0}
     config = TrainingConfig(micro_batch=4)
-    verdict = run_parity(zygote, spec, config, directory=tmp_path, own_shapes=True, **more)
+    verdict = check_parity(zygote, spec, config, plain=None, directory=tmp_path, own_shapes=True, **more)
     assert verdict.passed and verdict.own_shapes and "micro-batches of 4" in verdict.note
 
 
@@ -179,7 +180,7 @@ def test_a_plain_run_that_lacks_memory_at_its_own_length_alone_leaves_that_lengt
     workload = dataclasses.replace(language(fields, length=192), loss=greedy_loss, head=None)
     config = TrainingConfig(micro_batch=2)
     spec = spec_from_objects(workload)
-    verdict = run_parity(zygote, spec, config, device="cpu", directory=tmp_path, deadline_s=120.0)
+    verdict = check_parity(zygote, spec, config, plain=None, device="cpu", directory=tmp_path, deadline_s=120.0)
     assert verdict.finished and verdict.passed, verdict.note
     assert any("192 tokens: the plain run does not fit" in text for text in verdict.not_checked)
 
@@ -206,6 +207,6 @@ def test_ranks_draw_masks_of_their_own(zygote, tmp_path, schedule):
     workload = dataclasses.replace(classifier(global_batch=12), build_model=WithDropout, build_schedule=schedule)
     spec = spec_from_objects(workload)
     config = TrainingConfig(micro_batch=2, dp_replicate=2)
-    verdict = run_parity(zygote, spec, config, device="cpu", directory=tmp_path, deadline_s=120.0)
+    verdict = check_parity(zygote, spec, config, plain=None, device="cpu", directory=tmp_path, deadline_s=120.0)
     alike = "dropout draws the same masks on data-parallel ranks 0 and 1"
     assert verdict.failures == (() if schedule is None else (alike,))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoplan.planner.parity import compare
+from autoplan.planner.parity import check as parity_check
 from autoplan.planner.records.trials import (
     Interval,
     Outcome,
@@ -356,7 +356,7 @@ class Searches:
 
         def check(zygote: Any, spec: Any, config: TrainingConfig, *, deadline_s: float, **rest: Any) -> Parity:
             world.checked.append(config)
-            world.rungs.append(rest["rung"])
+            world.rungs.append(parity_check.rung_of(rest["plain"]))
             world.check_times.append((deadline_s, rest["time_s"]))
             passed = world.passes(config)
             store.moved_s += deadline_s if passed is None else min(world.check_s, deadline_s)
@@ -368,7 +368,7 @@ class Searches:
             return verdict(passed, world.failed)
 
         self.monkeypatch.setattr(search_run, "TrialRunner", make_runner)
-        self.monkeypatch.setattr(compare, "run_parity", check)
+        self.monkeypatch.setattr(parity_check, "check_parity", check)
 
 
 def verdict(passed: bool, failed: str = "") -> Parity:

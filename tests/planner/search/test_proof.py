@@ -13,6 +13,7 @@ from typing import Any
 import optuna
 import pytest
 
+from autoplan.planner.parity import check as parity_check
 from autoplan.planner.parity import compare
 from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.search import run as search_run
@@ -666,7 +667,7 @@ def test_a_check_that_something_outside_ends_leads_no_further(searches: Searches
     world = World()
     run = searches.open(world)
     assert run.session is not None
-    passes = compare.run_parity
+    passes = parity_check.check_parity
 
     def lost(zygote: Any, spec: Any, config: TrainingConfig, **rest: Any) -> Any:
         if config == BEST:
@@ -674,7 +675,7 @@ def test_a_check_that_something_outside_ends_leads_no_further(searches: Searches
             raise compare.CandidateDidNotRunError("killed three times")
         return passes(zygote, spec, config, **rest)
 
-    monkeypatch.setattr(compare, "run_parity", lost)
+    monkeypatch.setattr(parity_check, "check_parity", lost)
     with run.store:
         result = search_run._find(run, run.session)
     assert result.status == "plan_found" and result.plan is not None and result.plan.config != BEST

@@ -11,7 +11,8 @@ from autoplan.planner.export import user_code
 from autoplan.planner.export.pytorch import summarize_model
 from autoplan.planner.export.run import export_plan
 from autoplan.planner.export.user_code import LIMITS, ExportLimits, make_limits
-from autoplan.planner.parity.compare import run_parity, where_ended
+from autoplan.planner.parity.check import check_parity
+from autoplan.planner.parity.compare import where_ended
 from autoplan.planner.search import inspection
 from autoplan.planner.search.inspection import Means, inspect
 from autoplan.planner.search.options import SearchOptions
@@ -155,10 +156,11 @@ def test_timing_data_that_never_comes_does_not_lose_the_trace(
 
 
 def test_the_parity_check_keeps_the_memory_limit(zygote: Zygote, tmp_path: Path):
-    verdict = run_parity(
+    verdict = check_parity(
         zygote,
         spec_of("greedy_loss"),
         TrainingConfig(micro_batch=2),
+        plain=None,
         device="cpu",
         directory=tmp_path,
         deadline_s=60.0,
@@ -171,10 +173,11 @@ def test_the_parity_check_keeps_the_memory_limit(zygote: Zygote, tmp_path: Path)
 
 def test_a_parity_check_that_hangs_says_where(zygote: Zygote, tmp_path: Path):
     with pytest.raises(TaskFailedError) as caught:
-        run_parity(
+        check_parity(
             zygote,
             spec_of("hanging_later_data"),
             TrainingConfig(micro_batch=2),
+            plain=None,
             device="cpu",
             directory=tmp_path,
             deadline_s=2.5,

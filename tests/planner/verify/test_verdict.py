@@ -168,7 +168,7 @@ def test_a_step_function_is_checked_by_its_losses_and_any_other_plan_as_its_sear
     plan, called = with_spread(0.01), []
 
     def check(name: str) -> Callable[..., Any]:
-        return lambda *given, **named: called.append((name, named.get("rung"))) or plan.parity
+        return lambda *given, **named: called.append((name, getattr(given[1], "rung", None))) or plan.parity
 
     monkeypatch.setattr(compare, "run_parity", check("whole"))
     monkeypatch.setattr(parity_check, "run_step_parity", check("losses"))
