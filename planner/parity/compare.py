@@ -89,10 +89,8 @@ def run_parity(launch: Launch, request: ParityRequest, directory: Path, cache_di
             if not own and fitting == "plain" and not too_long:
                 break
             continue
-        left_s = max(1.0, launch.left_s())
         changes = {"reference": reference.measurement, "time_s": CANDIDATE_SHARE * launch.time_s()}
-        ours = plain.model_copy(update=changes)
-        report, candidates = _run(launch, ours, directory / "candidate", config.world_size, left_s)
+        report, candidates = _run(launch, plain.model_copy(update=changes), directory / "candidate")
         if candidates:
             return compare(reference, candidates, config).model_copy(update={"own_shapes": own})
         verdict = unfinished(config, why_unfinished(report, "the candidate"))
@@ -341,21 +339,21 @@ def _reference(launch: Launch, request: ParityRequest, folder: Path) -> Samples 
     found = _load(kept, 1)
     if found:
         return found[0]
-    report, samples = _run(launch, request, kept, 1, launch.left_s())
+    report, samples = _run(launch, request, kept)
     return samples[0] if samples else report
 
 
-def _run(
-    launch: Launch, request: ParityRequest, folder: Path, ranks: int, deadline_s: float
-) -> tuple[ProcessReport, list[Samples]]:
+def _run(launch: Launch, request: ParityRequest, folder: Path) -> tuple[ProcessReport, list[Samples]]:
+    is_plain, left_s = request.reference is None, launch.left_s()
+    ranks = 1 if is_plain else request.config.world_size
     for old in (*folder.glob("elements.*.npz"), folder / MEASUREMENTS):
         old.unlink(missing_ok=True)
     report = launch.run(
         "autoplan.planner.parity.worker:run_parity_rank",
         (request,),
         folder,
-        of_candidate=request.reference is not None,
-        deadline_s=deadline_s,
+        of_candidate=not is_plain,
+        deadline_s=left_s if is_plain else max(1.0, left_s),
         ranks=ranks,
     )
     if report.ended is not Ended.FINISHED:
