@@ -64,39 +64,13 @@ def doctor_command(
     words = [*([] if script is None else [script]), *(arguments or [])]
     if module is not None:
         words.insert(0, module)  # what follows are its arguments
-    if words:
-        _diagnose(words, module is not None, time_box, nproc, memory_limit, trace, quiet, json_output)
+    if not words:
+        for option, given in (("--trace", trace is not None), ("--nproc", nproc != 1)):
+            if given:
+                hint = "Give the script first: autoplan doctor train.py."
+                raise UsageError(f"{option} was given without a script", hint=hint)
+        _show_installed(json_output)
         return
-    for option, given in (("--trace", trace is not None), ("--nproc", nproc != 1)):
-        if given:
-            hint = "Give the script first: autoplan doctor train.py."
-            raise UsageError(f"{option} was given without a script", hint=hint)
-    tables = {"Software": software(), "Machine": machine(), "Folders": folders()}
-    if json_output:
-        keys = ("what", "found", "about")
-        document = {
-            title.lower(): [dict(zip(keys, row, strict=True)) for row in rows] for title, rows in tables.items()
-        }
-        output.print_json({"status": "ok"} | document)
-        return
-    from autoplan.report import facts, terminal
-
-    for title, rows in tables.items():
-        content = facts.Rows(("", "found", "about"), list(rows))
-        terminal.show_table(output.console(stderr=False), content, title=title)
-
-
-def _diagnose(
-    words: list[str],
-    is_module: bool,
-    time_box: str,
-    nproc: int,
-    memory_limit: str | None,
-    trace: Path | None,
-    quiet: bool,
-    json_output: bool,
-) -> None:
-    """Why a script is slow."""
     from autoplan.planner.diagnose.run import diagnose
     from autoplan.report import diagnosis
 
@@ -112,7 +86,7 @@ def _diagnose(
         found = diagnose(
             words[0],
             words[1:],
-            module=is_module,
+            module=module is not None,
             budget=seconds,
             nproc=nproc,
             memory_limit=memory_limit,
@@ -121,8 +95,24 @@ def _diagnose(
         )
     if json_output:
         output.print_json({"status": "ok"} | diagnosis.document(found))
+    else:
+        diagnosis.show_diagnosis(output.console(stderr=False), found)
+
+
+def _show_installed(json_output: bool) -> None:
+    tables = {"Software": software(), "Machine": machine(), "Folders": folders()}
+    if json_output:
+        keys = ("what", "found", "about")
+        document = {
+            title.lower(): [dict(zip(keys, row, strict=True)) for row in rows] for title, rows in tables.items()
+        }
+        output.print_json({"status": "ok"} | document)
         return
-    diagnosis.show_diagnosis(output.console(stderr=False), found)
+    from autoplan.report import facts, terminal
+
+    for title, rows in tables.items():
+        content = facts.Rows(("", "found", "about"), list(rows))
+        terminal.show_table(output.console(stderr=False), content, title=title)
 
 
 def software() -> list[Row]:
