@@ -7,5 +7,5 @@ In the order of the data:
 - records.py: what a run of the check is asked, and what it measures;
 - worker.py: one run of the check, in a rank: reference.py or candidate.py, on the small workload of batches.py;
 - recorder.py, replay.py, rounded_products.py: what both keep of each step, the optimizer run again by itself, fp8;
-- judge.py, differences.py, tolerances.py: the comparisons, their numbers, and what passes.
+- judge.py, tolerances.py: the comparisons, and what passes.
 """

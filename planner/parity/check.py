@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.files import replace_file
 from autoplan.planner.parity import compare
-from autoplan.planner.parity.differences import make_check, relative
+from autoplan.planner.parity.judge import make_check, relative
 from autoplan.planner.parity.records import ParityRequest, Rung
 from autoplan.planner.parity.tolerances import TOLERANCES
 from autoplan.planner.records.trials import Parity

@@ -22,10 +22,11 @@ import numpy as np
 
 from autoplan.errors import DidNotRunError
 from autoplan.files import replace_file
-from autoplan.planner.parity.differences import Samples, excess
 from autoplan.planner.parity.judge import (
     SAME_MASKS,
+    Samples,
     buffers_to_compare,
+    excess,
     is_replayed,
     judge,
     names_of,

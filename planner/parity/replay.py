@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from autoplan.planner.parity.differences import finite
+from autoplan.planner.parity.judge import finite
 from autoplan.planner.parity.recorder import SAMPLED_ELEMENTS, Recorder, norm_of
 from autoplan.planner.parity.records import ParameterMeasure, ReplayMeasure
 from autoplan.strategies.workloads.optimizers import step_hooks

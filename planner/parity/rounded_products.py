@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoplan.planner.parity.differences import finite
+from autoplan.planner.parity.judge import finite
 from autoplan.strategies.analysis.structure import clean_name
 from autoplan.strategies.techniques.fp8 import replaced_linears
 from autoplan.strategies.techniques.mesh import whole_tensor

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autoplan.planner.parity import candidate as candidate_module
-from autoplan.planner.parity.differences import excess
+from autoplan.planner.parity.judge import excess
 from autoplan.planner.parity.records import CHECK_STEPS
 from autoplan.planner.records.trials import Parity
 from autoplan.strategies.analysis.structure import disable_dropout

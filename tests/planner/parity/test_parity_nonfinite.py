@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoplan.planner.parity.compare import Samples, compare
-from autoplan.planner.parity.differences import CAP, largest
+from autoplan.planner.parity.judge import CAP, largest
 from autoplan.planner.parity.recorder import Recorder
 from autoplan.planner.parity.records import CHECK_STEPS, ParityMeasurement
 from autoplan.strategies.config import TrainingConfig
