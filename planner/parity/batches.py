@@ -136,19 +136,16 @@ def _mask_some(row: torch.Tensor, share: float) -> None:
 def can_mask_labels(workload: Workload, model: nn.Module, device: torch.device, micro_batch: int) -> bool:
     """Whether the loss leaves masked labels out: it runs on them, and counts fewer.
 
-    A workload that counts ahead is asked so. Else the loss is run on two short samples; on the CPU, where a label
+    A workload that counts ahead is asked so. Else the loss is run on a few short samples; on the CPU, where a label
     out of range is an exception and not the end of the CUDA context.
     """
-    batch = shorten(workload.make_batch(2, 0), SHORT_LENGTH)
+    size = max(2, workload.fixed_micro_batch or 0)
+    batch = shorten(workload.make_batch(size, 0), SHORT_LENGTH)
     if labels_of(batch) is None:
         return False
-    masked = mask_labels(batch, max(2, micro_batch))
+    masked = mask_labels(batch, max(size, micro_batch))
     if workload.count is not None:
         return workload.count(masked) < workload.count(batch)
-    size = workload.fixed_micro_batch or 2
-    if size > 2:
-        batch = shorten(workload.make_batch(size, 0), SHORT_LENGTH)
-        masked = mask_labels(batch, size)
     with buffers_kept(model):
         try:
             model.to("cpu")
