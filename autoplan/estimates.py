@@ -124,7 +124,11 @@ def estimate(
     assert model is not None, "checked above"
 
     def ask(place: str | Cluster) -> _Asked:
-        found, of_cluster = _cluster(place, links)
+        if isinstance(place, str):
+            found, of_cluster = parse_cluster(place, **links)
+        else:
+            given = {name: value for name, value in links.items() if value is not None}
+            found, of_cluster = with_links(place.model_copy(update=given), usual=False)
         return *_question(model, found, sequence_length, global_batch, fix or {}, correction), of_cluster
 
     if cluster is None:
@@ -255,14 +259,6 @@ def _check_arguments(model: Any, cluster: Any, rows: Any, out: Any, tokens: Any,
             "an estimate needs a model and a cluster or prices, or a table of rows",
             hint="For example: autoplan estimate --model llama2-70b --cluster 256x8xH100 --tokens 2T",
         )
-
-
-def _cluster(cluster: str | Cluster, links: Mapping[str, float | None]) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster, and what was assumed of it."""
-    if isinstance(cluster, str):
-        return parse_cluster(cluster, **links)
-    given = {name: value for name, value in links.items() if value is not None}
-    return with_links(cluster.model_copy(update=given), usual=False)
 
 
 def _question(

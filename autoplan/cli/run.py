@@ -182,7 +182,15 @@ def start(arguments: list[str], plan: Plan, path: Path) -> int:
     ends.flush()
     if world is not None or ranks == 1:
         os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, **variables})
-    _refuse_too_few_gpus(plan)
+    if plan.device == "cuda":
+        from autoplan.probes.run import read_host_profile
+
+        found = sum(device.type == "cuda" for device in read_host_profile().devices)
+        if found < ranks:
+            raise DeviceError(
+                f"the plan has {ranks} ranks, and this machine shows {found} GPU(s)",
+                hint="Check CUDA_VISIBLE_DEVICES. On several nodes start `autoplan run` with torchrun on each.",
+            )
     from autoplan.processes.launch import run_ranks
 
     return run_ranks(["-u", *arguments], ranks=ranks, env=variables)
@@ -192,19 +200,6 @@ def _end(code: int) -> NoReturn:
     """Ends with the code of the ranks, which said themselves what there was to say."""
     ends.said.append("the script")
     raise typer.Exit(code)
-
-
-def _refuse_too_few_gpus(plan: Plan) -> None:
-    if plan.device != "cuda":
-        return
-    from autoplan.probes.run import read_host_profile
-
-    found = sum(device.type == "cuda" for device in read_host_profile().devices)
-    if found < plan.config.world_size:
-        raise DeviceError(
-            f"the plan has {plan.config.world_size} ranks, and this machine shows {found} GPU(s)",
-            hint="Check CUDA_VISIBLE_DEVICES. On several nodes start `autoplan run` with torchrun on each.",
-        )
 
 
 def _run_workload(plan: Plan, steps: int, changed_ok: bool, model: str | None, json_output: bool) -> None:

@@ -125,7 +125,11 @@ class Meter:
             raise UsageError(f"window_s is {self.window_s}", hint="Give seconds above zero, like 30.")
         if not 0 < self.shortfall < 1:
             raise UsageError(f"shortfall is {self.shortfall}", hint="Give a share between 0 and 1, like 0.1.")
-        self._load = LoadMonitor(device=own_device(self.plan), root_pid=_root_pid())
+        device, ranks = torch.device("cpu"), int(os.environ.get("WORLD_SIZE", "1"))
+        if self.plan.device == "cuda" and torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+        # The training is below this process, or below the launcher of several ranks.
+        self._load = LoadMonitor(device=device, root_pid=os.getppid() if ranks > 1 else os.getpid())
         rate, step = self.plan.measurement.tokens_per_s.median, self.plan.measurement.step_time_s.median
         self.plan_items = rate * step
         """Items of a step over all ranks, as the plan counted them."""
@@ -266,13 +270,6 @@ class _Window:
     paused_s: float = 0.0
 
 
-def own_device(plan: Plan) -> torch.device:
-    """The device of this rank."""
-    if plan.device != "cuda" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-
-
 def is_first_rank() -> bool:
     """Whether this rank speaks for all."""
     return os.environ.get("RANK", "0") == "0"
@@ -288,11 +285,6 @@ def plan_peak_bytes(plan: Plan) -> int | None:
     peaks = [trial.peak_memory for trial in plan.evidence if trial.number in plan.measurement.trials]
     found = [peak.reserved_bytes if plan.device == "cuda" else peak.resident_bytes for peak in peaks]
     return max((value for value in found if value is not None), default=plan.measurement.peak_memory_bytes)
-
-
-def _root_pid() -> int:
-    """The process below which the training is: the launcher of several ranks, else this one."""
-    return os.getppid() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else os.getpid()
 
 
 def give(figures: Figures, logger: Callable[[Figures], object], name: str) -> None:

@@ -87,7 +87,9 @@ def judge(
         differences: Between where it was found and here.
         memory_limit_bytes: Of the trial.
     """
-    spread = _spread(plan)
+    known, spread = plan.claim, Spread()  # between runs of one configuration, as the plan's search measured it
+    if known is not None:
+        spread = Spread(sd=known.spread, freedom=known.spread_repeats, assumed=max(RUN_SPREAD, known.spread))
     ratio = None
     if trial.outcome is Outcome.OK and trial.tokens_per_s is not None:
         here, then = invert(trial.tokens_per_s, 1.0), invert(plan.measurement.tokens_per_s, 1.0)
@@ -106,14 +108,6 @@ def judge(
         memory_limit_bytes=memory_limit_bytes,
         exit_code=4 if busy else EXIT_CODES[verdict],
     )
-
-
-def _spread(plan: Plan) -> Spread:
-    """Between runs of one configuration, as the plan's search measured it."""
-    if plan.claim is None:
-        return Spread()
-    known = plan.claim
-    return Spread(sd=known.spread, freedom=known.spread_repeats, assumed=max(RUN_SPREAD, known.spread))
 
 
 def _decide(parity: Parity, trial: Trial, ratio: Interval | None) -> tuple[Verdict, str]:
