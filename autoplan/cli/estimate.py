@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,16 +139,11 @@ def _show_table(document: dict[str, Any], out: Path | None) -> None:
         say(f"  row {row}: {reason}")
     if len(reasons) > MOST_REASONS:
         say(f"  and {len(reasons) - MOST_REASONS} more, each with its reason in the table")
-    if out is None:
-        _print_rows(document["rows"])
-
-
-def _print_rows(rows: list[dict[str, Any]]) -> None:
-    import csv
-    import sys
-
+    if out is not None:
+        return
     from autoplan.planner.cost.analytical.rows import OUTPUT
 
+    rows = document["rows"]
     given = list(dict.fromkeys(name for row in rows for name in row if name is not None and name not in OUTPUT))
     writer = csv.DictWriter(sys.stdout, [*given, *OUTPUT], extrasaction="ignore")
     writer.writeheader()

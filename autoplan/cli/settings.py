@@ -60,7 +60,14 @@ def read_settings(command: str, commands: Mapping[str, Any], words: Sequence[str
                 f"{name} has {tables!r} for tool.autoplan, which is no table",
                 hint="Write a table for each command, such as [tool.autoplan.search].",
             )
-        _refuse_unknown(name, tables, commands)
+        for table in (table for table in tables if table not in commands):
+            near = right_name(table, commands)
+            raise UsageError(
+                f"{name} has {table!r}, which is no table of a command",
+                hint=f"Did you mean [{_heading(name, near)}]?"
+                if near
+                else f"An option stands in its command's table, such as [{_heading(name, 'search')}].",
+            )
         values = _values(name, command, tables[command], commands[command]) if command in tables else {}
         excluded = _excluded(words)
         return name, {option: value for option, value in values.items() if option not in excluded}
@@ -74,19 +81,6 @@ def _excluded(words: Sequence[str]) -> set[str]:
     excluded = {other for pair in RIVALS for one, other in (pair, pair[::-1]) if one in given}
     is_local = "--launcher=local" in own or ("--launcher", "local") in zip(own, own[1:], strict=False)
     return excluded | {"nodes"} if is_local else excluded
-
-
-def _refuse_unknown(file: str, tables: Mapping[str, Any], commands: Mapping[str, Any]) -> None:
-    """Refuses what is named like no command."""
-    for name in tables:
-        if name not in commands:
-            near = right_name(name, commands)
-            raise UsageError(
-                f"{file} has {name!r}, which is no table of a command",
-                hint=f"Did you mean [{_heading(file, near)}]?"
-                if near
-                else f"An option stands in its command's table, such as [{_heading(file, 'search')}].",
-            )
 
 
 def _values(file: str, name: str, table: Any, command: Any) -> dict[str, Any]:
