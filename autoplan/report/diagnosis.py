@@ -23,12 +23,8 @@ def headline(found: Diagnosis) -> str:
     """`train.py: 2 findings; a step takes 98.1 ms (95.0 ms to 102 ms), 412 steps in 58 s`."""
     count = len(found.findings)
     said = "nothing found" if not count else f"{count} finding{'s' if count > 1 else ''}, the costliest first"
-    step = found.step_s
-    between = f"{format_seconds(step.low)} to {format_seconds(step.high)}"
-    return (
-        f"{found.script}: {said}; a step takes {format_seconds(step.median)} ({between}), {found.steps:,} steps in "
-        f"{format_seconds(found.seconds)}"
-    )
+    step = facts.with_interval(found.step_s, words=format_seconds)
+    return f"{found.script}: {said}; a step takes {step}, {found.steps:,} steps in {format_seconds(found.seconds)}"
 
 
 def part_rows(found: Diagnosis) -> facts.Rows:

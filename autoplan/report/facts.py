@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autoplan.planner.plan.plan import Plan
@@ -29,19 +29,12 @@ def percent(share: float | None) -> str:
     return "unknown" if share is None else f"{share * 100:.1f} %"
 
 
-def with_interval(interval: Interval | None, unit: str = "") -> str:
+def with_interval(interval: Interval | None, unit: str = "", *, words: Callable[[float], str] = format_number) -> str:
     """`1,234 tokens/s (1,220 to 1,250)`."""
     if interval is None:
         return "not measured"
-    numbers = [format_number(value) for value in (interval.median, interval.low, interval.high)]
+    numbers = [words(value) for value in (interval.median, interval.low, interval.high)]
     return f"{numbers[0]}{unit} ({numbers[1]} to {numbers[2]})"
-
-
-def seconds_with_interval(interval: Interval | None) -> str:
-    """`4.56 s (4.50 s to 4.61 s)`."""
-    if interval is None:
-        return "not measured"
-    return f"{format_seconds(interval.median)} ({format_seconds(interval.low)} to {format_seconds(interval.high)})"
 
 
 def baseline(plan: Plan) -> Measurement | Trial:
@@ -167,10 +160,11 @@ def _claim_basis(claim: Claim | None) -> str:
 def comparison(plan: Plan) -> Rows:
     """The baseline against the plan."""
     base, best, unit = baseline(plan), plan.measurement, plan.workload.unit
+    steps = [with_interval(one.step_time_s, words=format_seconds) for one in (base, best)]
     rows: list[tuple[str, ...]] = [
         (f"{unit}/s", with_interval(base.tokens_per_s), with_interval(best.tokens_per_s)),
         ("speed-up", "1", with_interval(plan.speedup)),
-        ("step time", seconds_with_interval(base.step_time_s), seconds_with_interval(best.step_time_s)),
+        ("step time", *steps),
         ("peak memory", format_bytes(base.peak_memory_bytes), format_bytes(best.peak_memory_bytes)),
         ("MFU", percent(baseline_mfu(plan)), percent(best.mfu)),
         ("timed by", method_words(base.method), method_words(best.method)),

@@ -23,10 +23,9 @@ LEGEND = "+ faster, - slower, ~ within noise: steps in a row that are within noi
 def headline(found: Staircase) -> str:
     """`tutorial on Xeon: 2.9 times (2.7 to 3.1) the speed of the plain run in 4 steps, 5 rounds side by side`."""
     gain, rounds, _ = found.gain(found.plan, found.start)
-    times = "not measured" if gain is None else facts.with_interval(gain, " times")
     return (
-        f"{found.workload} on {found.hardware}: {times} the speed of {start_words(found)} in {len(found.order)} steps, "
-        f"{rounds} rounds side by side"
+        f"{found.workload} on {found.hardware}: {facts.with_interval(gain, ' times')} the speed of "
+        f"{start_words(found)} in {len(found.order)} steps, {rounds} rounds side by side"
     )
 
 
@@ -51,7 +50,8 @@ def sign(effect: Effect) -> str:
 
 def step_rows(found: Staircase) -> facts.Rows:
     """The steps: the speed over the step before and over the start, and the peak memory."""
-    rows = _lines("", (start_words(found), found.start.describe()), "", "1.00", _memory(found, found.start))
+    memory = format_bytes(found.peak_memory_bytes(found.start))
+    rows = _lines("", (start_words(found), found.start.describe()), "", "1.00", memory)
     for step in found.steps():
         so_far = "" if step.so_far is None else f"{step.so_far.median:.2f}"
         rows += _lines(sign(step), step.changes, gain_words(step), so_far, format_bytes(step.peak_memory_bytes))
@@ -74,10 +74,6 @@ def gain_words(effect: Effect) -> str:
     if effect.gain is not None:
         return f"{effect.gain.median:.2f} ({effect.gain.low:.2f} to {effect.gain.high:.2f})"
     return "not measured" if (effect.why_not or "").startswith("not measured") else "does not run"
-
-
-def _memory(found: Staircase, config: Any) -> str:
-    return format_bytes(found.peak_memory_bytes(config))
 
 
 def _lines(mark: str, names: Sequence[str], *cells: str) -> list[tuple[str, ...]]:
