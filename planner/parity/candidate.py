@@ -56,17 +56,6 @@ from autoplan.strategies.workloads.carried import buffers_kept, is_expanded, kee
 from autoplan.strategies.workloads.randomness import seed_generators
 from autoplan.strategies.workloads.workload import Workload
 
-_SAME_AS_REFERENCE = (
-    "global_batch",
-    "fixed_micro_batch",
-    "accumulation",
-    "length",
-    "sequence_length",
-    "labels_masked",
-    "has_labels",
-    "max_grad_norm",
-    "deterministic",
-)
 _MOST_SKIPPED_STEPS = 20  # the loss scale of fp16 begins at 2**16 and halves
 
 
@@ -164,7 +153,6 @@ class _Candidate:
             products=product_distances(run.model, config.fp8) if config.fp8 != "off" else {},
             chunk_rows=rows,
             micro_batch=config.micro_batch,
-            **{name: getattr(reference, name) for name in _SAME_AS_REFERENCE},
         )
         self.check.phase("own length")
         recorder.restore()

@@ -118,7 +118,7 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
     failures = (*problems, *describe_failures(worst.checks))
     ours = candidates[0].measurement
     left_out = (*not_checked(measurement, ours), *([worst.too_sensitive] if worst.too_sensitive else []))
-    note = describe_check(ours, worst.checks)
+    note = describe_check(measurement, ours, worst.checks)
     if left_out:
         note += "; not checked: " + "; ".join(left_out)
     return Parity(
@@ -191,19 +191,19 @@ def describe_failures(checks: Sequence[ParityCheck]) -> tuple[str, ...]:
     )
 
 
-def describe_check(ours: ParityMeasurement, checks: Sequence[ParityCheck]) -> str:
+def describe_check(plain: ParityMeasurement, ours: ParityMeasurement, checks: Sequence[ParityCheck]) -> str:
     """The comparison that was made, and on what, in a few short phrases."""
-    size = f"{ours.global_batch} samples"
-    if ours.sequence_length is not None:
-        size += f" of {ours.sequence_length} tokens"
+    size = f"{plain.global_batch} samples"
+    if plain.sequence_length is not None:
+        size += f" of {plain.sequence_length} tokens"
     phrases = [
-        f"checked on {size} in micro-batches of {ours.micro_batch} ({ours.accumulation} per rank and step), "
+        f"checked on {size} in micro-batches of {ours.micro_batch} ({plain.accumulation} per rank and step), "
         f"{len(ours.steps)} steps, dropout off",
         "compared for each parameter: gradients, clipping, optimizer groups and what the optimizer did",
     ]
-    if ours.deterministic is False:
+    if plain.deterministic is False:
         phrases.append("the loss draws noise of its own: every micro-batch was seeded alike in both runs")
-    if ours.has_labels and not ours.labels_masked:
+    if plain.has_labels and not plain.labels_masked:
         phrases.append("all micro-batches counting the same: the loss does not leave masked labels out")
     scaled = [step.gradient_factor for step in ours.steps if step.gradient_factor != 1.0]
     if scaled:

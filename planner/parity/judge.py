@@ -268,7 +268,7 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, state
         *first.checks("step 1", plain.steps[0].gradient_norms, ours.steps[0].gradient_norms),
         make_check("loss", relative(plain.steps[0].loss, ours.steps[0].loss, 1e-12), tolerance.loss, "step 1"),
         *_later_steps(reference, candidate, tolerance, steps, amplified),
-        *_clipping(ours, tolerance),
+        *_clipping(ours, tolerance, plain.max_grad_norm),
         largest("parameter groups", 1e-6, _groups(plain.steps, ours.steps)),
         *([largest("learning rate after the last step", 1e-6, rates_apart)] if all_steps else []),
         *([_optimizer(plain, ours, tolerance)] if is_replayed(ours) or steps >= plain.trained else []),
@@ -418,7 +418,7 @@ def _later_steps(
 # Steps.
 
 
-def _clipping(ours: ParityMeasurement, tolerance: Tolerance) -> list[ParityCheck]:
+def _clipping(ours: ParityMeasurement, tolerance: Tolerance, most: float | None) -> list[ParityCheck]:
     """The norm that the run reports, and what clipping leaves of each gradient, beside what they have to be.
 
     The factor is that of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
@@ -426,8 +426,8 @@ def _clipping(ours: ParityMeasurement, tolerance: Tolerance) -> list[ParityCheck
     norms, shares = {}, {}
     for number, step in enumerate(ours.steps, start=1):
         expected = step.gradient_factor
-        if ours.max_grad_norm is not None:
-            expected *= min(1.0, ours.max_grad_norm / (step.gradient_norm + 1e-6))
+        if most is not None:
+            expected *= min(1.0, most / (step.gradient_norm + 1e-6))
             reported = math.nan if step.clipping_norm is None else step.clipping_norm
             norms[f"step {number}"] = relative(step.gradient_norm, reported)
         for name, share in step.clipped_share.items():

@@ -236,13 +236,16 @@ class ParityMeasurement(Measure):
     lost: str = Field(default="", description="of a candidate: what was not as it had been saved after loading")
     chunk_rows: int | None = Field(default=None, description="rows of logits at once in the fused loss of the check")
     not_checked: tuple[str, ...] = Field(default=(), description="what was left out, and why, in sentences")
-    global_batch: int
     micro_batch: int
-    fixed_micro_batch: int | None
-    accumulation: int
-    length: int = Field(description="longer sequences were cut to it in the steps")
-    sequence_length: int | None = Field(description="in the steps; None: samples are not sequences")
-    labels_masked: bool = Field(description="labels of later samples are masked, so that micro-batches count unevenly")
+    # Of a reference; a candidate has the same.
+    global_batch: int = 0
+    fixed_micro_batch: int | None = None
+    accumulation: int = 0
+    length: int = Field(default=0, description="longer sequences were cut to it in the steps")
+    sequence_length: int | None = Field(default=None, description="in the steps; None: samples are not sequences")
+    labels_masked: bool = Field(
+        default=False, description="labels of later samples are masked, so that micro-batches count unevenly"
+    )
     has_labels: bool = False
     max_grad_norm: float | None = None
     additive: bool | None = Field(default=None, description="the loss of two samples is the sum of each one's")
