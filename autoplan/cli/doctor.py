@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +13,7 @@ from autoplan.cli import output
 from autoplan.cli.plans import QuietOption
 from autoplan.errors import UsageError
 from autoplan.files import folder_bytes
-from autoplan.units import format_bytes, parse_duration_s
+from autoplan.units import format_bytes
 
 NEEDED = ("torch", "transformers", "optuna", "pydantic", "numpy")
 
@@ -74,20 +72,12 @@ def doctor_command(
     from autoplan.planner.diagnose.run import diagnose
     from autoplan.report import diagnosis
 
-    seconds = parse_duration_s(time_box)
-    with contextlib.ExitStack() as stack:
-        shown: list[Callable[[str], None]] = []
-
-        def tell(doing: str) -> None:  # what is refused at once is not said to have started
-            if not shown:
-                shown.append(stack.enter_context(output.progress(doing, quiet=quiet)))
-            shown[0](doing)
-
+    with output.progress("", quiet=quiet) as tell:  # what is refused at once is not said to have started
         found = diagnose(
             words[0],
             words[1:],
             module=module is not None,
-            budget=seconds,
+            budget=time_box,
             nproc=nproc,
             memory_limit=memory_limit,
             trace=trace,

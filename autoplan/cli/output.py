@@ -41,7 +41,7 @@ def progress(text: str, *, once: bool = False, quiet: bool = False) -> Iterator[
     """Shows on stderr what is being done: a line with a clock on a terminal, a line for each change elsewhere.
 
     Args:
-        text: What is done first.
+        text: What is done first; empty: it is not said before the first call.
         once: Off a terminal, show this first line alone: the changes are many.
         quiet: Show nothing.
     """
@@ -65,8 +65,8 @@ def progress(text: str, *, once: bool = False, quiet: bool = False) -> Iterator[
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True) as bar:
-        task = bar.add_task(text)
-        yield lambda doing: bar.update(task, description=doing)
+        task = bar.add_task(text, visible=bool(text))
+        yield lambda doing: bar.update(task, description=doing, visible=True)
 
 
 def print_json(document: dict[str, Any]) -> None:
