@@ -169,21 +169,17 @@ def _run() -> int:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             ends.flush()
         return _interrupted() if code == 130 else code
-    except ends.OutputError:
+    except (ReaderGone, ends.OutputError):
         raise
-    except AutoplanError as error:
-        if ends.received() is not None:
-            return _interrupted()
-        output.show_error(error)
-        return error.exit_code
     except KeyboardInterrupt:
         return _interrupted()
-    except ReaderGone:
-        raise
-    except Exception as error:  # whatever is left is our bug, unless a signal came in the middle of an import
-        if ends.received() is not None:
+    except Exception as error:
+        if ends.received() is not None:  # a signal in the middle of an import may surface as any error
             return _interrupted()
-        output.show_bug(error)
+        if isinstance(error, AutoplanError):
+            output.show_error(error)
+            return error.exit_code
+        output.show_bug(error)  # whatever is left is ours
         return 1
 
 

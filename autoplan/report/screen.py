@@ -11,16 +11,12 @@ if TYPE_CHECKING:
 
 def is_plain(stream: Any) -> bool:
     """True where bars and colours have no place: not a terminal, NO_COLOR set, or a dumb terminal."""
-    return not _is_terminal(stream) or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-
-
-def _is_terminal(stream: Any) -> bool:
-    """Whether a stream is a terminal; one that a program put there may not say, or may be closed."""
-    isatty = getattr(stream, "isatty", None)
+    isatty = getattr(stream, "isatty", lambda: False)  # a stream that a program put there may not say
     try:
-        return isatty is not None and bool(isatty())
-    except ValueError:
-        return False
+        is_terminal = bool(isatty())
+    except ValueError:  # it is closed
+        is_terminal = False
+    return not is_terminal or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 def make_console(stream: Any) -> Console:
