@@ -262,7 +262,10 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, state
     first = Gradients(reference, candidate, step_part(0), tolerance)
     all_steps = len(ours.steps) == len(plain.steps)
     amplified = amplification(reference)
-    steps = _comparable_steps(amplified, first.distance(), tolerance, min(plain.trained, len(ours.steps)))
+    made, off = min(plain.trained, len(ours.steps)), first.distance()
+    # Later steps are compared up to the first one where rounding alone may be more than what passes.
+    lost = (factor > SENSITIVE and 2 * factor * off > tolerance.later_whole for factor in amplified[:made])
+    steps = next((number for number, is_lost in enumerate(lost) if is_lost), made)
     checks = [
         largest("start", START_TOLERANCE, distances_of(reference.part(START), candidate.part(START))),
         *first.checks("step 1", plain.steps[0].gradient_norms, ours.steps[0].gradient_norms),
@@ -287,7 +290,7 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, state
     if ours.twin is not None:
         checks += _twin(reference, candidate, ours.twin)
     too_sensitive = ""
-    if steps < min(plain.trained, len(ours.steps)):
+    if steps < made:
         too_sensitive = (
             f"steps {steps + 1} to {plain.trained} beside the plain run: the training is too sensitive, gradients of "
             f"the plain run that are off by {NOISE:.1%} are off by {amplified[steps] * NOISE:.2g} in step {steps + 1}"
@@ -305,14 +308,6 @@ def amplification(reference: Samples) -> list[float]:
     steps, tolerance = range(1, reference.measurement.trained), TOLERANCES["fp32"]
     apart = [Gradients(reference, reference, step_part(step), tolerance, AGAIN) for step in steps]
     return [1.0, *(one.distance() / NOISE if one.names else math.inf for one in apart)]
-
-
-def _comparable_steps(amplified: Sequence[float], first: float, tolerance: Tolerance, steps: int) -> int:
-    """Of so many steps, those before the first one where rounding alone may be more than what passes."""
-    for number, factor in enumerate(amplified[:steps]):
-        if factor > SENSITIVE and 2 * factor * first > tolerance.later_whole:
-            return number
-    return steps
 
 
 def buffers_to_compare(plain: ParityMeasurement, ours: ParityMeasurement) -> dict[str, float]:
