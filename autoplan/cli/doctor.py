@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import output
-from autoplan.cli.plans import QuietOption
+from autoplan.cli import output, plans
 from autoplan.errors import UsageError
 from autoplan.files import folder_bytes
 from autoplan.units import format_bytes
@@ -52,7 +51,7 @@ def doctor_command(
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Keep a trace of three steps here, for Perfetto.")
     ] = None,
-    quiet: QuietOption = False,
+    quiet: plans.QuietOption = False,
     json_output: output.JsonOption = False,
 ) -> None:
     """Say why a script is slow; without one, what is installed.

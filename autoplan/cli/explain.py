@@ -6,18 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli import output
-from autoplan.cli.plans import (
-    DEFAULT_PLAN,
-    ChangedOption,
-    MemoryOption,
-    ModelOption,
-    PlanArgument,
-    QuietOption,
-    UnverifiedOption,
-    WaitOption,
-    load_plan,
-)
+from autoplan.cli import output, plans
 from autoplan.errors import UsageError
 from autoplan.units import format_number
 
@@ -26,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def explain_command(
-    plan: PlanArgument = DEFAULT_PLAN,
+    plan: plans.PlanArgument = plans.DEFAULT_PLAN,
     knob: Annotated[
         str | None,
         typer.Option("--knob", metavar="NAME", help="Only this knob: its value, and the trials of each of its values."),
@@ -44,12 +33,12 @@ def explain_command(
         typer.Option("--budget", metavar="TIME", help="Time for all measuring; with more it goes on. Default: 5m."),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew, whatever was kept.")] = False,
-    memory_limit: MemoryOption = None,
-    wait: WaitOption = False,
-    unverified_ok: UnverifiedOption = False,
-    changed_ok: ChangedOption = False,
-    model: ModelOption = None,
-    quiet: QuietOption = False,
+    memory_limit: plans.MemoryOption = None,
+    wait: plans.WaitOption = False,
+    unverified_ok: plans.UnverifiedOption = False,
+    changed_ok: plans.ChangedOption = False,
+    model: plans.ModelOption = None,
+    quiet: plans.QuietOption = False,
     json_output: output.JsonOption = False,
 ) -> None:
     """Explain each choice of a plan.
@@ -60,7 +49,7 @@ def explain_command(
         from autoplan.planner.verify.climb import staircase as climb
         from autoplan.report.staircase import document, show_staircase
 
-        load_plan(plan, unverified_ok)  # says what is to be known of the file
+        plans.load_plan(plan, unverified_ok)  # says what is to be known of the file
         with output.progress("starting", quiet=quiet) as tell:
             found = climb(
                 plan,
@@ -80,7 +69,7 @@ def explain_command(
         return
     if time_box is not None or fresh:
         raise UsageError("--budget and --fresh go with --staircase: nothing else is measured", hint="Add --staircase.")
-    loaded = load_plan(plan)
+    loaded = plans.load_plan(plan)
     knobs = explain_knobs(loaded, knob)
     if json_output:
         output.print_json(

@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import output
-from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, UnverifiedOption, load_plan
+from autoplan.cli import output, plans
 
 
 def export_command(
-    plan: PlanArgument = DEFAULT_PLAN,
+    plan: plans.PlanArgument = plans.DEFAULT_PLAN,
     to: Annotated[
         str,
         typer.Option(
@@ -41,9 +40,9 @@ def export_command(
             "--memory-limit", metavar="SIZE", help="Memory for that: 8GiB, or 80% of all. Default: 80% of the free."
         ),
     ] = None,
-    unverified_ok: UnverifiedOption = False,
-    changed_ok: ChangedOption = False,
-    model: ModelOption = None,
+    unverified_ok: plans.UnverifiedOption = False,
+    changed_ok: plans.ChangedOption = False,
+    model: plans.ModelOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there already.")] = False,
     json_output: output.JsonOption = False,
 ) -> None:
@@ -55,7 +54,7 @@ def export_command(
     from autoplan.planner.export.run import export_plan
     from autoplan.planner.records.trust import secrets_note
 
-    loaded = load_plan(plan, unverified_ok)
+    loaded = plans.load_plan(plan, unverified_ok)
     said = secrets_note(loaded.workload)
     if said is not None:
         output.tell(f"note: {said}")

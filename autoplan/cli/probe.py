@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli import output
-from autoplan.cli.plans import LauncherOption, NodesOption
+from autoplan.cli import output, plans
 from autoplan.errors import UsageError
 from autoplan.units import format_bytes, format_number, format_seconds
 
@@ -31,8 +30,8 @@ def probe_command(
         str | None,
         typer.Option("--device", help="cuda or cpu. Default: the GPUs, if the machine has any.", metavar="DEVICE"),
     ] = None,
-    launcher: LauncherOption = None,
-    nodes: NodesOption = None,
+    launcher: plans.LauncherOption = None,
+    nodes: plans.NodesOption = None,
 ) -> None:
     """Measure what this machine can do.
 

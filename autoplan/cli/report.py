@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import output
-from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
+from autoplan.cli import output, plans
 from autoplan.errors import PlanError, UsageError
 from autoplan.files import replace_file
 
 
 def report_command(
-    plan: PlanArgument = DEFAULT_PLAN,
+    plan: plans.PlanArgument = plans.DEFAULT_PLAN,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path("report.html"),
     json_output: output.JsonOption = False,
 ) -> None:
@@ -26,7 +25,7 @@ def report_command(
     from autoplan.planner.verify.climb import beside, load_staircase
     from autoplan.report.html import render_page
 
-    loaded, stairs = load_plan(plan), None
+    loaded, stairs = plans.load_plan(plan), None
     if beside(plan).exists():
         try:
             stairs = load_staircase(beside(plan), loaded)

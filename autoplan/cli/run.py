@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from autoplan.cli import ends, output
-from autoplan.cli.plans import (
-    DEFAULT_PLAN,
-    ChangedOption,
-    LauncherOption,
-    ModelOption,
-    NodesOption,
-    PlanArgument,
-    UnverifiedOption,
-    load_plan,
-)
+from autoplan.cli import ends, output, plans
 from autoplan.errors import AutoplanError, ConfigError, DeviceError, NoFeasiblePlanError, UsageError
 from autoplan.units import format_number, format_seconds
 
@@ -31,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def run_command(
-    plan: PlanArgument = DEFAULT_PLAN,
+    plan: plans.PlanArgument = plans.DEFAULT_PLAN,
     script: Annotated[
         Path | None,
         typer.Argument(metavar="SCRIPT", help="A Python file, which asks autoplan.current_plan() for the plan."),
@@ -43,11 +33,11 @@ def run_command(
             "--steps", metavar="N", help="Without a script: optimizer steps. The first does not count for the speed."
         ),
     ] = None,
-    launcher: LauncherOption = None,
-    nodes: NodesOption = None,
-    unverified_ok: UnverifiedOption = False,
-    changed_ok: ChangedOption = False,
-    model: ModelOption = None,
+    launcher: plans.LauncherOption = None,
+    nodes: plans.NodesOption = None,
+    unverified_ok: plans.UnverifiedOption = False,
+    changed_ok: plans.ChangedOption = False,
+    model: plans.ModelOption = None,
     json_output: output.JsonOption = False,
 ) -> None:
     """Run a script with a plan, in as many ranks as the plan has.
@@ -73,7 +63,7 @@ def run_command(
                 "command with torchrun on each.",
             )
         run_script(plan, script, arguments or [], changed_ok=changed_ok, unverified_ok=unverified_ok)
-    loaded = load_plan(plan, unverified_ok)
+    loaded = plans.load_plan(plan, unverified_ok)
     if launcher not in (None, "local"):
         found = run_plan(
             loaded,
@@ -115,7 +105,7 @@ def run_script(
             f"there is no script {script}",
             hint="Give the file of a training script after the plan, and its own arguments after --.",
         )
-    loaded = load_plan(path, unverified_ok).accepted(unverified_ok, changed_ok=changed_ok)
+    loaded = plans.load_plan(path, unverified_ok).accepted(unverified_ok, changed_ok=changed_ok)
     said = check_before_use(loaded, changed_ok=changed_ok)
     if said is not None:
         output.tell(f"warning: {said}")

@@ -6,12 +6,11 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import output
-from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
+from autoplan.cli import output, plans
 
 
 def show_command(
-    plan: PlanArgument = DEFAULT_PLAN,
+    plan: plans.PlanArgument = plans.DEFAULT_PLAN,
     trials: Annotated[bool, typer.Option("--trials", help="List every trial of the search too.")] = False,
     pareto: Annotated[
         bool, typer.Option("--pareto", help="List the configurations that no other beats in speed and memory.")
@@ -24,7 +23,7 @@ def show_command(
     """
     from autoplan.planner.plan.hardware import found_elsewhere
 
-    loaded = load_plan(plan)
+    loaded = plans.load_plan(plan)
     elsewhere = found_elsewhere(loaded)
     if json_output:
         document = {"status": "ok", "other_hardware": elsewhere, "edited": list(loaded.edited)}

@@ -6,20 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli import output
-from autoplan.cli.plans import (
-    DEFAULT_PLAN,
-    ChangedOption,
-    LauncherOption,
-    MemoryOption,
-    ModelOption,
-    NodesOption,
-    PlanArgument,
-    QuietOption,
-    UnverifiedOption,
-    WaitOption,
-    load_plan,
-)
+from autoplan.cli import output, plans
 from autoplan.errors import DidNotRunError, NoFeasiblePlanError
 from autoplan.units import format_bytes, format_number, parse_duration_s
 
@@ -29,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def verify_command(
-    plan: PlanArgument = DEFAULT_PLAN,
+    plan: plans.PlanArgument = plans.DEFAULT_PLAN,
     time_box: Annotated[
         str,
         typer.Option("--budget", metavar="TIME", help="Time for the measurement. The parity check takes its own time."),
     ] = "60s",
-    memory_limit: MemoryOption = None,
-    wait: WaitOption = False,
-    launcher: LauncherOption = None,
-    nodes: NodesOption = None,
-    unverified_ok: UnverifiedOption = False,
-    changed_ok: ChangedOption = False,
-    model: ModelOption = None,
-    quiet: QuietOption = False,
+    memory_limit: plans.MemoryOption = None,
+    wait: plans.WaitOption = False,
+    launcher: plans.LauncherOption = None,
+    nodes: plans.NodesOption = None,
+    unverified_ok: plans.UnverifiedOption = False,
+    changed_ok: plans.ChangedOption = False,
+    model: plans.ModelOption = None,
+    quiet: plans.QuietOption = False,
     json_output: output.JsonOption = False,
 ) -> None:
     """Check a plan on this machine.
@@ -54,7 +41,7 @@ def verify_command(
     from autoplan.planner.search.nodes import options_for
     from autoplan.planner.verify.measure import open_plan, verify_plan
 
-    loaded = load_plan(plan, unverified_ok)
+    loaded = plans.load_plan(plan, unverified_ok)
     seconds = parse_duration_s(time_box)
     loaded = open_plan(loaded, changed_ok=changed_ok, workload=model, tell=lambda text: output.tell(f"warning: {text}"))
     options = options_for(loaded, launcher, nodes, memory_limit=memory_limit, wait=wait)
