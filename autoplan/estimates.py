@@ -10,22 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autoplan.errors import NoFeasiblePlanError, UsageError
+from autoplan.planner.cost.analytical import rows as tables
 from autoplan.planner.cost.analytical.answer import estimate_cluster
 from autoplan.planner.cost.analytical.cluster import Cluster, find_chip, parse_cluster, with_links
 from autoplan.planner.cost.analytical.inputs import read_inputs
 from autoplan.planner.cost.analytical.layout_search import Asked, Question
 from autoplan.planner.cost.analytical.rent import MOST_GPUS, Prices, advise, read_prices
-from autoplan.planner.cost.analytical.rows import (
-    OUTPUT,
-    READ,
-    EstimatedRows,
-    estimate_rows,
-    measured_seconds,
-    merged_row,
-    read_rows,
-    unread_columns,
-    write_rows,
-)
 from autoplan.planner.cost.analytical.step_time import learn_correction
 from autoplan.planner.cost.analytical.transformer import find_transformer, is_traced
 from autoplan.planner.cost.correction import Correction
@@ -110,7 +100,7 @@ def estimate(
         raise UsageError("an anchor has its own measurements", hint="Leave out --calibrate.")
     correction = None if calibrate is None else learn_from_table(Path(calibrate))
     if rows is not None:
-        table = read_rows(Path(rows)) if isinstance(rows, str | Path) else [dict(row) for row in rows]
+        table = tables.read_rows(Path(rows)) if isinstance(rows, str | Path) else [dict(row) for row in rows]
         return _table_document(table, correction, None if out is None else Path(out))
     priced = None if prices is None else read_prices(prices)
     links = {
@@ -318,9 +308,9 @@ def learn_from_table(path: Path) -> Correction:
     Raises:
         UsageError: no row of it has one and can be estimated.
     """
-    table = read_rows(path)
-    seconds = measured_seconds(table)
-    estimated = estimate_rows(table)
+    table = tables.read_rows(path)
+    seconds = tables.measured_seconds(table)
+    estimated = tables.estimate_rows(table)
     timed = np.isfinite(seconds)
     failed = [f"row {i + 1}: {reason}" for i, reason in estimated.reasons.items() if timed[i]]
     failed += [f"row {i + 1}: no step_time_s" for i in np.flatnonzero(~timed)] if timed.any() else []
@@ -336,15 +326,15 @@ def learn_from_table(path: Path) -> Correction:
 
 
 def _table_document(table: list[dict[str, Any]], correction: Correction | None, out: Path | None) -> dict[str, Any]:
-    estimated: EstimatedRows = estimate_rows(table, correction)
+    estimated = tables.estimate_rows(table, correction)
     if out is not None:
-        write_rows(out, table, estimated)
+        tables.write_rows(out, table, estimated)
     names = [name for name in (table[0] if table else {}) if name is not None]
     return {
         "status": "ok",
-        "rows": [merged_row(row, estimated, i) for i, row in enumerate(table)],
+        "rows": [tables.merged_row(row, estimated, i) for i, row in enumerate(table)],
         "rows_estimated": len(estimated.place),
-        "unread": unread_columns(names, (*READ, *OUTPUT)),
+        "unread": tables.unread_columns(names, (*tables.READ, *tables.OUTPUT)),
         "reasons": {str(i + 1): reason for i, reason in estimated.reasons.items()},
         "calibration": None if correction is None else correction.describe(),
     }

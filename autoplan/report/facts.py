@@ -431,9 +431,8 @@ def about(plan: Plan) -> list[tuple[str, str]]:
 
 def remarks(plan: Plan) -> list[tuple[str, str]]:
     """The other facts of a plan: topic and text of each line."""
-    found, untried = loading_words(plan), untried_words(plan)
-    lines = [] if found is None else [("loader", found)]
-    lines += [] if untried is None else [("untried", untried)]
+    said = (("loader", loading_words(plan)), ("untried", untried_words(plan)))
+    lines = [(topic, text) for topic, text in said if text is not None]
     if plan.measurement.mfu_peak_source:
         lines.append(("MFU", f"share of the peak: {plan.measurement.mfu_peak_source}; the same peak for both columns"))
     return [*lines, *(("note", note) for note in plan.notes)]
