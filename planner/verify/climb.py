@@ -116,8 +116,10 @@ def staircase(
     loaded = (plan if isinstance(plan, Plan) else Plan.load(plan)).accepted(unverified_ok)
     seconds = None if budget is None else parse_duration_s(budget)
     found = None if fresh or place is None or not place.exists() else load_staircase(place, loaded, start)
-    if found is not None and not _goes_on(found, seconds):
-        return _with_a_step(found, place)
+    if found is not None and found.ended is not None:
+        has_more_time = seconds is not None and seconds > found.budget_s
+        if found.ended != BUDGET_ENDED or not has_more_time:
+            return _with_a_step(found, place)
     loaded = open_plan(loaded, changed_ok=changed_ok, workload=workload)
     if loaded.nodes is not None:
         raise PlanError(
@@ -170,13 +172,6 @@ def _refuse_other_machine(found: Staircase, plan: Plan, here: HardwareProfile) -
             f"the staircase was begun elsewhere, or with other versions: {'; '.join(one.text for one in differences)}",
             hint=MEASURE_ANEW,
         )
-
-
-def _goes_on(found: Staircase, seconds: float | None) -> bool:
-    """Whether there is more to measure, and time for it."""
-    if found.ended == BUDGET_ENDED:
-        return seconds is not None and seconds > found.budget_s
-    return found.ended is None
 
 
 def begin(plan: Plan, profile: HardwareProfile, start: TrainingConfig, budget_s: float) -> Staircase:
