@@ -23,17 +23,9 @@ Verdict = Literal[
 ]
 CauseKind = Literal["others", "clocks", "quota", "hardware", "versions", "environment", "unknown"]
 
-EXIT_CODES: dict[Verdict, int] = {
-    "holds": 0,
-    "faster": 0,
-    "slower": 3,
-    "does_not_fit": 3,
-    "does_not_run": 3,
-    "trains_otherwise": 3,
-    "not_checked": 3,
-    "did_not_run": 4,
-}
-"""Of `autoplan verify`; one that is slower because of what passes (`BUSY`) ends with 4, as a busy device does."""
+EXIT_CODES: dict[Verdict, int] = {"holds": 0, "faster": 0, "did_not_run": 4}
+"""Of `autoplan verify`; 3 for each other verdict. One that is slower because of what passes (`BUSY`) ends with 4, as a
+busy device does."""
 
 BUSY: tuple[CauseKind, ...] = ("others", "clocks", "quota")
 
@@ -106,7 +98,7 @@ def judge(
         parity=parity,
         trial=trial,
         memory_limit_bytes=memory_limit_bytes,
-        exit_code=4 if busy else EXIT_CODES[verdict],
+        exit_code=4 if busy else EXIT_CODES.get(verdict, 3),
     )
 
 
