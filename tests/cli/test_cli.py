@@ -343,7 +343,7 @@ def test_a_plan_without_a_gain_is_shown_explained_and_reported(cli, tmp_path) ->
 
 
 def test_the_end_of_a_search_without_a_gain_names_the_command_that_goes_on(monkeypatch, capsys) -> None:
-    from autoplan.cli.search_result import search_document, show_result
+    from autoplan.cli.search import search_document, show_result
     from autoplan.planner.search.options import SearchResult
 
     plan = make_plain_plan()
@@ -374,7 +374,7 @@ def test_the_end_of_a_search_without_a_gain_names_the_command_that_goes_on(monke
 
 
 def test_the_end_of_a_search_is_a_dozen_lines_and_show_has_the_rest(cli, plan_file, capfd) -> None:
-    from autoplan.cli.search_result import show_result
+    from autoplan.cli.search import show_result
     from autoplan.planner.search.options import SearchResult
 
     plan = make_plan()
