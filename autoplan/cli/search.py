@@ -262,7 +262,7 @@ def search_document(result: SearchResult) -> dict[str, Any]:
     """The one document of `--json`: the result, each trial with its peak as one figure; intervals are {median, low,
     high, samples}. Whether the baseline is your own setting is said beside it.
     """
-    from autoplan.report.pareto import pareto_document
+    from autoplan.report import facts
 
     def document(trial: Trial | None) -> dict[str, Any] | None:
         if trial is None:
@@ -275,5 +275,5 @@ def search_document(result: SearchResult) -> dict[str, Any]:
         "baseline_is_your_setting": result.baseline is not None and result.baseline.config == result.own_setting,
         "best": document(result.best),
         "trials": [document(trial) for trial in result.trials],
-        "pareto": [] if result.plan is None else pareto_document(result.plan),
+        "pareto": [] if result.plan is None else facts.pareto_document(result.plan),
     }

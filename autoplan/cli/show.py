@@ -22,27 +22,22 @@ def show_command(
     Its speed and memory beside the baseline's, each choice with its reason, what was ruled out, and the next best.
     """
     from autoplan.planner.plan.hardware import found_elsewhere
+    from autoplan.report import facts, terminal
 
     loaded = plans.load_plan(plan)
     elsewhere = found_elsewhere(loaded)
     if json_output:
         document = {"status": "ok", "other_hardware": elsewhere, "edited": list(loaded.edited)}
-        from autoplan.report.pareto import pareto_document
-
-        front = {"pareto": pareto_document(loaded)} if pareto else {}
+        front = {"pareto": facts.pareto_document(loaded)} if pareto else {}
         output.print_json(document | front | {"plan": loaded.model_dump(mode="json")})
         return
-    from autoplan.report import terminal
-
     console = output.console(stderr=False)
     terminal.show_plan(console, loaded)
     if trials:
         console.print()
         terminal.show_trials(console, loaded.evidence, loaded.workload.unit)
     if pareto:
-        from autoplan.report.pareto import pareto_rows
-
         console.print()
-        terminal.show_table(console, pareto_rows(loaded), title="Throughput against memory")
+        terminal.show_table(console, facts.pareto_rows(loaded), title="Throughput against memory")
     if elsewhere:
         output.tell(f"note: {elsewhere}")

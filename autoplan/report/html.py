@@ -15,7 +15,6 @@ from autoplan.planner.records.trials import Outcome
 from autoplan.planner.verify.stairs import Staircase
 from autoplan.report import facts, staircase
 from autoplan.report.estimate import describe_layout
-from autoplan.report.pareto import pareto_rows
 from autoplan.report.svg import draw_best_so_far, draw_rent, draw_tradeoff, kind_of
 from autoplan.units import format_bytes, format_number, format_seconds
 
@@ -109,7 +108,7 @@ def render_page(plan: Plan, stairs: Staircase | None = None, path: str = "plan.j
         _section("The loader, measured beside the step", facts.loading(plan)),
         _drawing("The best so far", draw_best_so_far(plan), curve),
         _drawing("Speed against memory", draw_tradeoff(plan), points),
-        _section("The best of both: no other is faster with less memory", pareto_rows(plan)),
+        _section("The best of both: no other is faster with less memory", facts.pareto_rows(plan)),
         _section("Next best", facts.alternatives(plan)),
         _section("Ruled out, never tried", facts.left_out_rows(plan.left_out)),
         _trials(plan),

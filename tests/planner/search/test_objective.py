@@ -19,8 +19,8 @@ from autoplan.planner.search.selection import collect_runs
 from autoplan.planner.search.surrogate import Posterior, expected_improvement
 from autoplan.planner.trials.measure import RUN_SPREAD, Spread
 from autoplan.report import facts
+from autoplan.report.facts import pareto_document, pareto_front, pareto_rows
 from autoplan.report.html import render_page
-from autoplan.report.pareto import pareto_document, pareto_front, pareto_rows
 from autoplan.strategies.config import TrainingConfig
 from tests.recorded import make_plan, make_trial
 
