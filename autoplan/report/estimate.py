@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from autoplan.units import format_number, format_seconds
@@ -16,95 +17,77 @@ NAMES = {"memory": "passes over memory", "step": "optimizer step", "bubble": "pi
 
 def show_estimate(document: dict[str, Any], screen: Console) -> None:
     """Prints an estimate: tables on a terminal and off it."""
-    model = document["model"]
+    for text in estimate_lines(document):
+        screen.print(text, markup=False, soft_wrap=True)
+
+
+def estimate_lines(document: dict[str, Any]) -> Iterator[str]:
+    """The lines of an estimate."""
+    model, cluster = document["model"], document.get("cluster")
     size, unit = f"{model['parameters'] / 1e9:.3g}B parameters", _unit(document)
-    if "cluster" not in document:
-        _say(screen, f"{model['name']}: {size}, {_step(document)}")
-        _said(document, screen)
-        show_rent(document["rent"], screen)
+    where = "" if cluster is None else f" on {cluster['num_gpus']} x {cluster['chip']}"
+    batch = f"sequences of {document['seq_len']} tokens" if unit == "tokens" else unit
+    yield f"{model['name']}: {size}{where}, {document['global_batch']} {batch} a step"
+    yield from (f"  assumed: {line}" for line in document["assumed"])
+    if document["calibration"] is not None:
+        yield f"  {document['calibration']}"
+    if cluster is None:
+        yield from rent_lines(document["rent"])
         return
-    cluster = document["cluster"]
-    _say(
-        screen,
-        f"{model['name']}: {size} on {cluster['num_gpus']} x {cluster['chip']}, {_step(document)}",
-    )
-    _said(document, screen)
     best = document["best"][0]
     shared = " ".join(f"{knob}={best['layout'][knob]}" for knob in ("precision", "compile", "attention", "loss"))
-    _say(screen, f"  with {shared} optimizer={document['optimizer']} (--fix changes them)")
+    yield f"  with {shared} optimizer={document['optimizer']} (--fix changes them)"
     if best["other_inputs"]:
         other = " ".join(f"{name}={value}" for name, value in best["other_inputs"].items())
-        _say(screen, f"  not knobs of autoplan, so no search can take them: {other}")
+        yield f"  not knobs of autoplan, so no search can take them: {other}"
     if document["fixed"]:
-        _say(screen, f"  fixed: {' '.join(f'{knob}={value}' for knob, value in document['fixed'].items())}")
+        yield f"  fixed: {' '.join(f'{knob}={value}' for knob, value in document['fixed'].items())}"
     if cluster["input_tokens_per_s"] is not None:
-        _say(screen, f"  input: {cluster['input_tokens_per_s']:,.0f} {unit}/s from the loaders of a node")
-    _say(
-        screen,
-        f"  {_count(document['configurations_estimated'], 'layout')} estimated in {document['estimating_s']:.3f} s, "
-        f"{document['configurations_that_fit']:,} fit",
-    )
-    _layouts(document["best"], unit, screen)
-    _parts(best, unit, screen)
-    show_training(document, screen)
+        yield f"  input: {cluster['input_tokens_per_s']:,.0f} {unit}/s from the loaders of a node"
+    count = _count(document["configurations_estimated"], "layout")
+    fitting = f"{document['configurations_that_fit']:,} fit"
+    yield f"  {count} estimated in {document['estimating_s']:.3f} s, {fitting}"
+    yield from _layouts(document["best"], unit)
+    yield from _parts(best, unit)
+    yield from training_lines(document)
     smallest = document["smallest_cluster"]
     if smallest is not None:
-        _say(
-            screen,
-            f"\nfewest GPUs that hold it: {smallest['num_gpus']}, at {smallest['step_time_s']:.3g} s a step "
-            f"({describe_layout(smallest)})",
-        )
-    _scaling(document["scaling"], unit, screen)
-    if document["why_others_lose"]:
-        _say(screen, "\nwhy the others lose (the best layout of each family)")
+        step = f"{smallest['step_time_s']:.3g} s a step ({describe_layout(smallest)})"
+        yield f"\nfewest GPUs that hold it: {smallest['num_gpus']}, at {step}"
+    yield from _scaling(document["scaling"], unit)
     families: dict[str, list[str]] = {}
     for entry in document["why_others_lose"]:
         families.setdefault(entry["why"], []).append(entry["family"])
-    for why, names in families.items():
-        _say(screen, f"  {', '.join(names)}: {why}")
+    if families:
+        yield "\nwhy the others lose (the best layout of each family)"
+    yield from (f"  {', '.join(names)}: {why}" for why, names in families.items())
     if "anchor" in document:
-        _anchor(document, screen)
+        yield from _anchor(document)
 
 
-def _anchor(document: dict[str, Any], screen: Console) -> None:
+def _anchor(document: dict[str, Any]) -> Iterator[str]:
     """The anchor, where each part comes from, and the options that hand the best layout to a search."""
     anchor = document["anchor"]
     kind = "the same kind of device" if anchor["same_kind"] else "another kind of device"
-    _say(screen, f"\nanchor: {anchor['trials']} trials on {anchor['ranks']} x {anchor['device']}; this is {kind}")
-    for part, source in anchor["sources"].items():
-        _say(screen, f"  {part}: {source}")
-    _say(screen, f"\nto search from it there: autoplan search {document['best'][0]['search_flags']} ...")
+    yield f"\nanchor: {anchor['trials']} trials on {anchor['ranks']} x {anchor['device']}; this is {kind}"
+    yield from (f"  {part}: {source}" for part, source in anchor["sources"].items())
+    yield f"\nto search from it there: autoplan search {document['best'][0]['search_flags']} ..."
 
 
 def _unit(document: dict[str, Any]) -> str:
     return str(document["model"].get("unit", "tokens"))
 
 
-def _step(document: dict[str, Any]) -> str:
-    unit = _unit(document)
-    batch = f"sequences of {document['seq_len']} tokens" if unit == "tokens" else unit
-    return f"{document['global_batch']} {batch} a step"
-
-
-def _said(document: dict[str, Any], screen: Console) -> None:
-    """Prints what was assumed, and what calibration did."""
-    for line in document["assumed"]:
-        _say(screen, f"  assumed: {line}")
-    if document["calibration"] is not None:
-        _say(screen, f"  {document['calibration']}")
-
-
-def show_rent(rent: dict[str, Any], screen: Console) -> None:
-    """Prints what to rent: the front of time and cost, and the fewest GPUs of each kind that hold the training."""
+def rent_lines(rent: dict[str, Any]) -> Iterator[str]:
+    """What to rent: the front of time and cost, and the fewest GPUs of each kind that hold the training."""
     spent = "GPU hours" if rent["currency"] is None else "cost"
-    _say(screen, f"\nwhat to rent for {_tokens(rent['tokens'])} tokens: nothing is faster and has a lower {spent}")
+    yield f"\nwhat to rent for {_tokens(rent['tokens'])} tokens: nothing is faster and has a lower {spent}"
     for option in rent["options"]:
         if option["on_front"]:
-            _say(screen, f"  {describe_option(option, rent['currency'])} ({describe_layout(option)})")
+            yield f"  {describe_option(option, rent['currency'])} ({describe_layout(option)})"
     for option in sorted((one for one in rent["options"] if one["smallest"]), key=lambda one: one["gpu_hours"]):
-        _say(screen, f"  fewest that hold it: {describe_option(option, rent['currency'])}")
-    for chip, why in rent["left_out"].items():
-        _say(screen, f"  {chip}: {why}")
+        yield f"  fewest that hold it: {describe_option(option, rent['currency'])}"
+    yield from (f"  {chip}: {why}" for chip, why in rent["left_out"].items())
 
 
 def describe_option(option: dict[str, Any], currency: str | None) -> str:
@@ -133,37 +116,35 @@ def describe_layout(entry: dict[str, Any]) -> str:
     return text + (f" virtual_stages={layout['virtual_stages']}" if layout["virtual_stages"] > 1 else "")
 
 
-def show_training(document: dict[str, Any], screen: Console) -> None:
-    """Prints how long the training takes, and what to rent for it."""
+def training_lines(document: dict[str, Any]) -> Iterator[str]:
+    """How long the training takes, and what to rent for it."""
     training = document["training"]
     if training is None:
-        _say(screen, "\ntime to train and cost: give --tokens, and --prices")
+        yield "\ntime to train and cost: give --tokens, and --prices"
         return
     days = [training[f"days{end}"] for end in ("", "_low", "_high")]
     short = days[0] < 2
     times = [format_seconds(86_400 * value) if short else f"{value:.1f}" for value in days]
-    _say(
-        screen,
+    yield (
         f"\n{_tokens(training['tokens'])} {_unit(document)}: {training['steps']:,} steps, "
         f"{times[0]}{'' if short else ' days'} ({times[1]} to {times[2]}), "
-        f"{format_number(training['gpu_hours'])} GPU hours",
+        f"{format_number(training['gpu_hours'])} GPU hours"
     )
     if document["rent"] is not None:  # an anchor gives none
-        show_rent(document["rent"], screen)
+        yield from rent_lines(document["rent"])
 
 
-def _layouts(best: list[dict[str, Any]], unit: str, screen: Console) -> None:
-    _say(screen, "\nbest layouts (step time with an interval of 90 %)")
+def _layouts(best: list[dict[str, Any]], unit: str) -> Iterator[str]:
+    yield "\nbest layouts (step time with an interval of 90 %)"
     for number, entry in enumerate(best, start=1):
-        _say(
-            screen,
+        yield (
             f"  {number}. {describe_layout(entry)}: {entry['step_time_s']:.3g} s ({entry['step_time_low_s']:.3g} to "
             f"{entry['step_time_high_s']:.3g}), {entry['tokens_per_s']:,.0f} {unit}/s, MFU {entry['mfu']:.0%}, "
-            f"HFU {entry['hfu']:.0%}, {entry['peak_memory_bytes'] / GIB:.1f} GiB a GPU",
+            f"HFU {entry['hfu']:.0%}, {entry['peak_memory_bytes'] / GIB:.1f} GiB a GPU"
         )
 
 
-def _parts(best: dict[str, Any], unit: str, screen: Console) -> None:
+def _parts(best: dict[str, Any], unit: str) -> Iterator[str]:
     step, peak = best["step_time_s"], best["peak_memory_bytes"]
     times = ", ".join(
         f"{NAMES.get(name, name)} {s:.3g} s ({s / step:.0%})"
@@ -173,26 +154,25 @@ def _parts(best: dict[str, Any], unit: str, screen: Console) -> None:
     memory = ", ".join(
         f"{NAMES.get(name, name)} {b / GIB:.1f} GiB" for name, b in best["memory_parts_bytes"].items() if b >= GIB / 20
     )
-    _say(screen, f"\nthe best one's step: {times}; {best['bound'].replace('_', ' ')} binds")
-    _say(screen, f"the best one's memory: {memory}; {peak / GIB:.1f} GiB in all")
+    yield f"\nthe best one's step: {times}; {best['bound'].replace('_', ' ')} binds"
+    yield f"the best one's memory: {memory}; {peak / GIB:.1f} GiB in all"
     needed = f"{best['input_tokens_per_s_needed']:,.0f} {unit}/s"
     if best["bound"] == "input":
-        _say(screen, f"the best one's input: too slow; the loaders of a node would have to deliver {needed}")
+        yield f"the best one's input: too slow; the loaders of a node would have to deliver {needed}"
     else:
-        _say(screen, f"the best one's input: keeps up if the loaders of a node deliver {needed}")
+        yield f"the best one's input: keeps up if the loaders of a node deliver {needed}"
 
 
-def _scaling(entries: list[dict[str, Any]], unit: str, screen: Console) -> None:
-    _say(screen, "\nhow it scales, the global batch kept")
+def _scaling(entries: list[dict[str, Any]], unit: str) -> Iterator[str]:
+    yield "\nhow it scales, the global batch kept"
     for entry in entries:
+        gpus = _count(entry["num_gpus"], "GPU")
         if entry["step_time_s"] is None:
-            _say(screen, f"  {_count(entry['num_gpus'], 'GPU')}: {entry['why']}")
+            yield f"  {gpus}: {entry['why']}"
         else:
-            _say(
-                screen,
-                f"  {_count(entry['num_gpus'], 'GPU')}: {entry['step_time_s']:.3g} s, "
-                f"{entry['tokens_per_s']:,.0f} {unit}/s, MFU {entry['mfu']:.0%}"
-                f"{', input binds' if entry['bound'] == 'input' else ''} ({describe_layout(entry)})",
+            yield (
+                f"  {gpus}: {entry['step_time_s']:.3g} s, {entry['tokens_per_s']:,.0f} {unit}/s, MFU {entry['mfu']:.0%}"
+                f"{', input binds' if entry['bound'] == 'input' else ''} ({describe_layout(entry)})"
             )
 
 
@@ -205,7 +185,3 @@ def _tokens(number: float) -> str:
 
 def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}" + ("s" if number != 1 else "")
-
-
-def _say(screen: Console, text: str) -> None:
-    screen.print(text, markup=False, soft_wrap=True)
