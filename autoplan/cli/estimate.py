@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autoplan.cli.output import JsonOption, console, print_json
+from autoplan.cli.output import JsonOption, console, print_json, say
 from autoplan.errors import UsageError
 from autoplan.planner.search.options import each_once
 
@@ -123,11 +123,6 @@ def _parse_fix(text: str) -> tuple[str, str]:
 
 def _show_table(document: dict[str, Any], out: Path | None) -> None:
     """Prints on stderr what was not read and not estimated, and on stdout the table if it is not written to a file."""
-    screen = console(stderr=True)
-
-    def say(text: str) -> None:
-        screen.print(text, markup=False, soft_wrap=True)
-
     count = f"{document['rows_estimated']} of {len(document['rows'])} rows estimated"
     say(count + (f", written to {out}" if out else ""))
     if document["calibration"] is not None:

@@ -36,6 +36,11 @@ def console(*, stderr: bool = True) -> Console:
     return make_console(sys.stderr if stderr else sys.stdout)
 
 
+def say(text: str, *, stderr: bool = True) -> None:
+    """A line on stderr (narration) or stdout (data), which is neither read as markup nor wrapped."""
+    console(stderr=stderr).print(text, markup=False, soft_wrap=True)
+
+
 @contextmanager
 def progress(text: str, *, once: bool = False, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """Shows on stderr what is being done: a line with a clock on a terminal, a line for each change elsewhere.
@@ -48,13 +53,12 @@ def progress(text: str, *, once: bool = False, quiet: bool = False) -> Iterator[
     if quiet:
         yield lambda doing: None
         return
-    screen = console()
     if is_plain(sys.stderr):
         said = [""]
 
         def tell(doing: str) -> None:
             if doing != said[0] and not (once and said[0]):
-                screen.print(text if once else doing, markup=False, soft_wrap=True)
+                say(text if once else doing)
                 said[0] = doing
 
         if not once:
@@ -64,7 +68,7 @@ def progress(text: str, *, once: bool = False, quiet: bool = False) -> Iterator[
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True) as bar:
+    with Progress(*columns, console=console(), transient=True) as bar:
         task = bar.add_task(text, visible=bool(text))
         yield lambda doing: bar.update(task, description=doing, visible=True)
 

@@ -70,13 +70,11 @@ def show_nodes(found: NodesProfile) -> None:
     _show("Nodes", ("node", "device", "products", "memory bandwidth"), node_rows(found))
     _show("collectives over all ranks", COLLECTIVES, collective_rows(found.collectives))
     _show("links", ("nodes", "one message", "latency", "all-reduce, bus bandwidth"), link_rows(found))
-    console = output.console(stderr=False)
     for kind, texts in (("slow", found.slow), ("note", found.notes)):
         for text in texts:
-            console.print(f"{kind}: {text}", markup=False, soft_wrap=True)
+            output.say(f"{kind}: {text}", stderr=False)
     slow = "" if found.slow else "nothing is slower than its like; "
-    seconds = format_seconds(found.seconds_spent)
-    console.print(f"{slow}{len(found.nodes)} nodes, {seconds}", markup=False, soft_wrap=True)
+    output.say(f"{slow}{len(found.nodes)} nodes, {format_seconds(found.seconds_spent)}", stderr=False)
 
 
 def node_rows(found: NodesProfile) -> list[Row]:
@@ -125,12 +123,9 @@ def show_profile(profile: HardwareProfile) -> None:
     rows = [(f"{k.a} - {k.b}", k.kind, format_reading(k.bandwidth_bytes_per_s), k.detail) for k in profile.links]
     _show("links, one direction, datasheet", ("ends", "kind", "bandwidth", "detail"), rows)
     _show("collectives", COLLECTIVES, collective_rows(profile.collectives))
-    console = output.console(stderr=False)
     for note in (*profile.notes, *((profile.disturbed,) if profile.disturbed else ())):
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
-    console.print(
-        f"profile {profile.fingerprint}, {format_seconds(profile.seconds_spent)}", markup=False, soft_wrap=True
-    )
+        output.say(f"note: {note}", stderr=False)
+    output.say(f"profile {profile.fingerprint}, {format_seconds(profile.seconds_spent)}", stderr=False)
 
 
 def collective_rows(collectives: Sequence[CollectiveReading]) -> list[Row]:

@@ -173,7 +173,7 @@ def search_command(
     if not quiet:  # nothing shrinks in silence
         defaults = (f"  default: {text}" for text in asked.spec.defaults_used)
         for text in (f"workload: {facts.workload_line(asked.spec)}", *defaults):
-            output.console().print(text, markup=False, soft_wrap=True)
+            output.say(text)
     result = api.run(asked, quiet=quiet, verbose=verbose)
     if json_output:
         output.print_json(search_document(result))

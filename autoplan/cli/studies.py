@@ -38,7 +38,7 @@ def ls_command(
         return
     _show(studies)
     size = format_bytes(sum(one.size_bytes for one in studies))
-    output.console().print(f"{len(studies)} search(es), {size}, in {place}", markup=False, soft_wrap=True)
+    output.say(f"{len(studies)} search(es), {size}, in {place}")
 
 
 def clean_command(
