@@ -13,7 +13,7 @@ import math
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,38 +147,36 @@ def changes_numerics(config: TrainingConfig) -> bool:
     return any(knobs()[knob].numerics == "changes" for knob in config.knobs_off_default())
 
 
-def _reference_problems(measurement: ParityMeasurement, config: TrainingConfig) -> list[str]:
+def _reference_problems(measurement: ParityMeasurement, config: TrainingConfig) -> Iterator[str]:
     """Why the plain run alone says that nothing can be compared."""
-    problems = []
     norms = [(number, step.gradient_norm) for number, step in enumerate(measurement.steps, start=1)]
     broken = next(((number, norm) for number, norm in norms if not math.isfinite(norm)), None)
     if broken is not None:
-        problems.append(
+        yield (
             f"the plain run itself has gradients that are no numbers (their norm is {broken[1]} in step {broken[0]}), "
             "so nothing can be compared: look for a division by zero or an overflow in the model or its loss"
         )
     lost = not_finite(measurement.changes)
     if broken is None and lost:
-        problems.append(
+        yield (
             f"the plain run itself has parameters that are not finite after its steps ({names_of(lost)}), so nothing "
             "can be compared: look at the optimizer and its schedule (a learning rate or an eps that divides by zero)"
         )
     if measurement.unproved and config.checkpointing != "none":
-        problems.append(f"{measurement.unproved}, and this configuration has checkpointing too")
+        yield f"{measurement.unproved}, and this configuration has checkpointing too"
     noisy = measurement.deterministic is False
     if noisy and config.tp * config.pp > 1:
-        problems.append(
+        yield (
             "the loss draws random numbers, and each rank others, so ranks that share a model see other data: use tp=1 "
             "and pp=1"
         )
     if measurement.additive is False and not noisy and measurement.fixed_micro_batch != config.micro_batch:
-        problems.append(
+        yield (
             "the loss of two samples is not the sum of their losses, so the micro-batch is part of what is trained; "
             "fix it with --fix micro_batch=N"
         )
     if all(measurement.changes.get(name, 0.0) == 0.0 for name in measurement.parameters):
-        problems.append("no parameter changed within the plain steps, so nothing could be compared")
-    return problems
+        yield "no parameter changed within the plain steps, so nothing could be compared"
 
 
 def describe_failures(checks: Sequence[ParityCheck]) -> tuple[str, ...]:

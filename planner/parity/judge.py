@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -322,48 +322,44 @@ def buffers_to_compare(plain: ParityMeasurement, ours: ParityMeasurement) -> dic
 # What is not a number.
 
 
-def _problems(reference: Samples, candidate: Samples) -> list[str]:
+def _problems(reference: Samples, candidate: Samples) -> Iterator[str]:
     plain, ours = reference.measurement, candidate.measurement
-    problems = []
     one, other = set(reference.part(START)), set(candidate.part(START))
     if one != other:
-        problems.append(f"parameters are not the same: {names_of(one ^ other)} trains in one of the two only")
+        yield f"parameters are not the same: {names_of(one ^ other)} trains in one of the two only"
     for number, (theirs, own) in enumerate(zip(plain.steps, ours.steps, strict=False), start=1):
         one, other = set(theirs.gradient_norms), set(own.gradient_norms)
         if theirs.samples and one != other:
             where = f"in step {number}: {names_of(one ^ other)} is in one of the two only"
-            problems.append(f"gradients are not of the same parameters {where}")
+            yield f"gradients are not of the same parameters {where}"
             break
     if ours.uneven:
-        problems.append(ours.uneven)
+        yield ours.uneven
     if ours.lost:
-        problems.append(f"saving and loading between two steps loses {ours.lost}")
+        yield f"saving and loading between two steps loses {ours.lost}"
     if ours.hides_nan:
-        problems.append(f"a loss that is NaN leaves {ours.hides_nan} finite: the plain loop hides it nowhere")
+        yield f"a loss that is NaN leaves {ours.hides_nan} finite: the plain loop hides it nowhere"
     for measured in (ours.dropout, None if ours.twin is None else ours.twin.dropout):
-        problems += _dropout_problems(plain.dropout, measured)
+        yield from _dropout_problems(plain.dropout, measured)
     for number, step in enumerate(ours.steps, start=1):
         if not math.isfinite(step.loss):
-            problems.append(f"the loss of step {number} is {step.loss}")
+            yield f"the loss of step {number} is {step.loss}"
         if step.optimizer_steps != 1:
-            problems.append(f"the optimizer was stepped {step.optimizer_steps} times in step {number}")
+            yield f"the optimizer was stepped {step.optimizer_steps} times in step {number}"
     changed = (("parameters", plain.changes, ours.changes), ("buffers", plain.buffers, ours.buffers))
     for what, of_plain, of_ours in changed:
         broken = not_finite(of_ours) - not_finite(of_plain)
         if broken:
-            problems.append(f"{what} are not finite after the last step: {names_of(broken)}")
+            yield f"{what} are not finite after the last step: {names_of(broken)}"
     if plain.schedule_steps != ours.schedule_steps and len(ours.steps) == len(plain.steps):
-        problems.append(f"the schedule was stepped {ours.schedule_steps} times, not {plain.schedule_steps}")
+        yield f"the schedule was stepped {ours.schedule_steps} times, not {plain.schedule_steps}"
     for number, (theirs, own) in enumerate(zip(plain.steps, ours.steps, strict=False), start=1):
         if theirs.samples and theirs.cleared and not own.cleared:
-            problems.append(f"gradients are left in the parameters after step {number}")
+            yield f"gradients are left in the parameters after step {number}"
         one, other = _held(theirs.groups), _held(own.groups)
         if one != other and own.optimizer_steps:
-            problems.append(
-                f"the optimizer of step {number} does not hold the same parameters: {names_of(one ^ other)}"
-            )
+            yield f"the optimizer of step {number} does not hold the same parameters: {names_of(one ^ other)}"
             break
-    return problems
 
 
 def not_finite(figures: Mapping[str, float]) -> set[str]:
@@ -543,22 +539,20 @@ def _dropout(
     return checks
 
 
-def _dropout_problems(plain: DropoutMeasure | None, ours: DropoutMeasure | None) -> list[str]:
+def _dropout_problems(plain: DropoutMeasure | None, ours: DropoutMeasure | None) -> Iterator[str]:
     """Masks that are drawn again, and kinds of dropout that do nothing, where the plain loop shows neither."""
-    problems: list[str] = []
     if plain is None or ours is None:
-        return problems
+        return
     new_alike = set(ours.alike) - set(plain.alike)
     if plain.unseeded and ours.unseeded and _are_apart([loss for step in plain.unseeded for loss in step]):
         if all(len(step) > 1 and _are_equal(step) for step in ours.unseeded):
-            problems.append("dropout draws the same masks in every micro-batch of a step")
+            yield "dropout draws the same masks in every micro-batch of a step"
         if all(_are_equal(losses) for losses in zip(*ours.unseeded, strict=True)):
-            problems.append("dropout draws the same masks in every step")
-    problems += [f"dropout draws the same masks {where}" for name, where in MASKS.items() if name in new_alike]
+            yield "dropout draws the same masks in every step"
+    yield from (f"dropout draws the same masks {where}" for name, where in MASKS.items() if name in new_alike)
     for kind, losses in ours.sources.items():
         if _are_apart(plain.sources.get(kind, ())) and _are_equal(losses):
-            problems.append(f"dropout that is on in the plain run does nothing: {kind or 'of no dropout module'}")
-    return problems
+            yield f"dropout that is on in the plain run does nothing: {kind or 'of no dropout module'}"
 
 
 def same_masks_on_ranks(candidates: Sequence[ParityMeasurement]) -> str | None:
