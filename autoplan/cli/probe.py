@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -77,11 +77,10 @@ def show_nodes(found: NodesProfile) -> None:
     output.say(f"{slow}{len(found.nodes)} nodes, {format_seconds(found.seconds_spent)}", stderr=False)
 
 
-def node_rows(found: NodesProfile) -> list[Row]:
+def node_rows(found: NodesProfile) -> Iterator[Row]:
     """(node, device, best products of each dtype, memory bandwidth) of each device."""
     from autoplan.probes.nodes import name_of
 
-    rows: list[Row] = []
     for node in found.nodes:
         for device in node.profile.devices:
             if device.type != found.device:
@@ -89,26 +88,19 @@ def node_rows(found: NodesProfile) -> list[Row]:
             name = device.name if device.type == "cpu" else f"cuda:{device.index} {device.name}"
             rates = ", ".join(f"{dtype} {format_reading(rate)}" for dtype, rate in device.peak_flops_per_s.items())
             memory = device.memory_bandwidth_bytes_per_s
-            rows.append(
-                (name_of(node), name, rates or "not measured", "" if memory is None else format_reading(memory))
-            )
-    return rows
+            yield name_of(node), name, rates or "not measured", "" if memory is None else format_reading(memory)
 
 
-def link_rows(found: NodesProfile) -> list[Row]:
+def link_rows(found: NodesProfile) -> Iterator[Row]:
     """(nodes, bandwidth of one message, its latency, bus bandwidth of an all-reduce over both) of each pair."""
-    rows: list[Row] = []
     for link in found.links:
         one, all_ = link.reading("send_recv"), link.reading("all_reduce")
-        rows.append(
-            (
-                f"{link.a} - {link.b}",
-                "not measured" if one is None else format_reading(one.busbw_bytes_per_s),
-                "" if one is None else format_reading(one.latency_s),
-                "not measured" if all_ is None else format_reading(all_.busbw_bytes_per_s),
-            )
+        yield (
+            f"{link.a} - {link.b}",
+            "not measured" if one is None else format_reading(one.busbw_bytes_per_s),
+            "" if one is None else format_reading(one.latency_s),
+            "not measured" if all_ is None else format_reading(all_.busbw_bytes_per_s),
         )
-    return rows
 
 
 def show_profile(profile: HardwareProfile) -> None:
@@ -154,55 +146,49 @@ def host_rows(host: Host) -> list[Row]:
     ]
 
 
-def device_rows(device: Device) -> list[Row]:
+def device_rows(device: Device) -> Iterator[Row]:
     """(what, value, where from) of a device; what is empty is left out."""
-    rows: list[Row] = [
-        ("memory", *_figure(device.memory_total_bytes)),
-        ("memory available", *_figure(device.memory_available_bytes)),
-    ]
+    yield "memory", *_figure(device.memory_total_bytes)
+    yield "memory available", *_figure(device.memory_available_bytes)
     bandwidth = device.memory_bandwidth_bytes_per_s
     if bandwidth is not None:
-        text = format_reading(bandwidth)
         share = format_share(bandwidth, device.datasheet_memory_bandwidth_bytes_per_s)
-        rows.append(("memory bandwidth", text + (f", {share} of the datasheet" if share else ""), bandwidth.source))
+        text = format_reading(bandwidth) + (f", {share} of the datasheet" if share else "")
+        yield "memory bandwidth", text, bandwidth.source
     for way, readings in (
         ("host to device", device.host_to_device_bytes_per_s),
         ("device to host", device.device_to_host_bytes_per_s),
     ):
-        rows += [(f"{way}, {kind}", format_reading(reading), reading.source) for kind, reading in readings.items()]
+        for kind, reading in readings.items():
+            yield f"{way}, {kind}", format_reading(reading), reading.source
     if device.kernel_launch_s is not None:
         what = "kernel launch" if device.type == "cuda" else "dispatch"
-        rows.append((what, format_reading(device.kernel_launch_s), device.kernel_launch_s.source))
+        yield what, format_reading(device.kernel_launch_s), device.kernel_launch_s.source
     for name, reading in device.state.items():
-        rows.append((name.replace("_", " "), _state(reading), reading.reason or reading.source))
+        yield name.replace("_", " "), _state(reading), reading.reason or reading.source
     if device.throttle_reasons:
-        rows.append(("slowed down by", ", ".join(device.throttle_reasons), ""))
-    rows += [("also in use by", process, "") for process in device.other_processes]
-    return rows
+        yield "slowed down by", ", ".join(device.throttle_reasons), ""
+    for process in device.other_processes:
+        yield "also in use by", process, ""
 
 
-def peak_rows(device: Device) -> list[Row]:
+def peak_rows(device: Device) -> Iterator[Row]:
     """(dtype, best matmul, datasheet, share of it, best Linear forward and backward) per dtype."""
-    rows: list[Row] = []
     for dtype in dict.fromkeys((*device.peak_flops_per_s, *device.datasheet_peak_flops_per_s)):
         measured = device.peak_flops_per_s.get(dtype)
         printed = device.datasheet_peak_flops_per_s.get(dtype)
         training = device.best_rate("linear_train", dtype)
-        rows.append(
-            (
-                dtype,
-                format_reading(measured) if measured else "not measured",
-                format_reading(printed) if printed else "unknown",
-                format_share(measured, printed),
-                _scaled(training, "FLOP/s") if training is not None else "not measured",
-            )
+        yield (
+            dtype,
+            format_reading(measured) if measured else "not measured",
+            format_reading(printed) if printed else "unknown",
+            format_share(measured, printed),
+            _scaled(training, "FLOP/s") if training is not None else "not measured",
         )
-    return rows
 
 
-def attention_rows(device: Device) -> list[Row]:
+def attention_rows(device: Device) -> Iterator[Row]:
     """(dtype, shape, sdpa, eager) per dtype and shape."""
-    rows: list[Row] = []
     both = ("sdpa_train", "eager_attention_train")
     cases = dict.fromkeys((o.dtype, o.shape) for o in device.operations if o.kind in both)
     for dtype, shape in cases:
@@ -210,8 +196,7 @@ def attention_rows(device: Device) -> list[Row]:
             next((format_reading(o.seconds) for o in device.readings(kind, dtype) if o.shape == shape), "not measured")
             for kind in both
         ]
-        rows.append((dtype, "x".join(map(str, shape)), *times))
-    return rows
+        yield dtype, "x".join(map(str, shape)), *times
 
 
 def format_reading(reading: Reading) -> str:
@@ -251,7 +236,7 @@ def _state(reading: Reading) -> str:
     return f"{reading.value:.0%}" if reading.unit == "1" else f"{format_number(reading.value)} {reading.unit}"
 
 
-def _show(title: str, headings: Row, rows: Sequence[Row]) -> None:
+def _show(title: str, headings: Row, rows: Iterable[Row]) -> None:
     from autoplan.report import facts, terminal
 
     terminal.show_table(output.console(stderr=False), facts.Rows(headings, list(rows)), title=title)

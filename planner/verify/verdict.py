@@ -6,7 +6,7 @@ In: the plan, a `Parity`, a `Trial`, this machine. Out: a `Verification`. Nothin
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -130,36 +130,34 @@ def find_causes(plan: Plan, window: Window | None, differences: Sequence[Differe
         differences: Between where it was found and here.
     """
     same_hardware = all(difference.kind != "hardware" for difference in differences)
-    causes = [] if window is None else _seen(plan, window, same_hardware)
+    causes = [] if window is None else list(_seen(plan, window, same_hardware))
     causes += [Cause(kind=difference.kind, text=difference.text) for difference in differences]
     nothing = "nothing that explains it was seen: the same hardware and versions, and nothing else ran"
     return causes or [Cause(kind="unknown", text=nothing)]
 
 
-def _seen(plan: Plan, window: Window, same_hardware: bool) -> list[Cause]:
-    causes = []
+def _seen(plan: Plan, window: Window, same_hardware: bool) -> Iterator[Cause]:
     slowed = sorted(SLOWDOWNS.intersection(window.clock_events))
     if slowed:
-        causes.append(Cause(kind="clocks", text=f"the GPU was throttled ({', '.join(slowed)})"))
+        yield Cause(kind="clocks", text=f"the GPU was throttled ({', '.join(slowed)})")
     then, now = _then(plan, "sm_clock_hz"), window.sm_clock_hz
     if not slowed and then is not None and now is not None and now < (1.0 - CLOCK_SHARE) * then:
         text = f"the GPU's clock was {now / 1e6:.0f} MHz, and {then / 1e6:.0f} MHz where the plan was measured"
-        causes.append(Cause(kind="clocks", text=text))
+        yield Cause(kind="clocks", text=text)
     there, here = _then(plan, "core_s") if same_hardware else None, window.core_s
     if there is not None and here is not None and here > CORE_FACTOR * there:
         text = f"a fixed calculation took {here * 1e3:.2f} ms, and {there * 1e3:.2f} ms there"
-        causes.append(Cause(kind="clocks", text=f"the cores were slower than where the plan was measured: {text}"))
+        yield Cause(kind="clocks", text=f"the cores were slower than where the plan was measured: {text}")
     if window.disturbed is not None and not slowed:
-        causes.append(Cause(kind="others", text=window.disturbed))
+        yield Cause(kind="others", text=window.disturbed)
     elif window.gpu_others_share is not None and window.gpu_others_share > OTHERS_GPU_SHARE:
-        causes.append(Cause(kind="others", text=f"other processes took {window.gpu_others_share:.0%} of the GPU"))
+        yield Cause(kind="others", text=f"other processes took {window.gpu_others_share:.0%} of the GPU")
     elif (window.others_cpu_share or 0.0) > OTHERS_CPU_SHARE:
-        causes.append(Cause(kind="others", text=f"other processes took {window.others_cpu_share:.0%} of the cores"))
+        yield Cause(kind="others", text=f"other processes took {window.others_cpu_share:.0%} of the cores")
     if window.throttled_s > QUOTA_SHARE * window.seconds:
         share = window.throttled_s / max(window.seconds, 1e-9)
         text = f"the container's CPU quota was used up: processes stood still for {share:.1f} s a second"
-        causes.append(Cause(kind="quota", text=text))
-    return causes
+        yield Cause(kind="quota", text=text)
 
 
 def _then(plan: Plan, figure: Literal["sm_clock_hz", "core_s"]) -> float | None:

@@ -110,6 +110,6 @@ def test_two_nodes_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     (between,) = found.links
     assert {one.operation for one in between.readings} == {"send_recv", "all_reduce"}
     assert any("there" in text for text in said)
-    assert len(node_rows(found)) == 2 and len(link_rows(found)) == 1
+    assert len(list(node_rows(found))) == 2 and len(list(link_rows(found))) == 1
     show_nodes(found)
     assert "0 - 1" in capsys.readouterr().out
