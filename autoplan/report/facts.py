@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from autoplan.planner.plan.plan import Plan
@@ -281,22 +281,20 @@ def workload_line(spec: WorkloadSpec) -> str:
     return f"{spec.name}{length}, global batch {spec.global_batch} {samples}"
 
 
-def workload_notes(spec: WorkloadSpec) -> list[tuple[str, str]]:
+def workload_notes(spec: WorkloadSpec) -> Iterator[tuple[str, str]]:
     """The facts of a workload besides its sizes: topic and text of each line.
 
     They say what throughput counts, how the size of the batches varies, and what no digest covers.
     """
-    notes = []
     if spec.counted is not None:
-        notes.append((f"{spec.unit}/s", f"counts {spec.counted.describe()}"))
+        yield f"{spec.unit}/s", f"counts {spec.counted.describe()}"
     if spec.batch_sizes is not None:
-        notes.append(("batches", spec.batch_sizes.describe(spec.counted)))
+        yield "batches", spec.batch_sizes.describe(spec.counted)
     if spec.unhashed:
         text = (
             f"{', '.join(spec.unhashed)}: a change of them is not seen, since they could only be hashed by their type"
         )
-        notes.append(("not hashed", text))
-    return notes
+        yield "not hashed", text
 
 
 def hardware_line(plan: Plan) -> str:

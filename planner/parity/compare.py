@@ -118,7 +118,7 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
     failures = (*problems, *describe_failures(worst.checks))
     ours = candidates[0].measurement
     left_out = (*not_checked(measurement, ours), *([worst.too_sensitive] if worst.too_sensitive else []))
-    note = describe_check(measurement, ours, worst.checks)
+    note = "; ".join(describe_check(measurement, ours, worst.checks))
     if left_out:
         note += "; not checked: " + "; ".join(left_out)
     return Parity(
@@ -189,51 +189,47 @@ def describe_failures(checks: Sequence[ParityCheck]) -> tuple[str, ...]:
     )
 
 
-def describe_check(plain: ParityMeasurement, ours: ParityMeasurement, checks: Sequence[ParityCheck]) -> str:
+def describe_check(plain: ParityMeasurement, ours: ParityMeasurement, checks: Sequence[ParityCheck]) -> Iterator[str]:
     """The comparison that was made, and on what, in a few short phrases."""
     size = f"{plain.global_batch} samples"
     if plain.sequence_length is not None:
         size += f" of {plain.sequence_length} tokens"
-    phrases = [
+    yield (
         f"checked on {size} in micro-batches of {ours.micro_batch} ({plain.accumulation} per rank and step), "
-        f"{len(ours.steps)} steps, dropout off",
-        "compared for each parameter: gradients, clipping, optimizer groups and what the optimizer did",
-    ]
+        f"{len(ours.steps)} steps, dropout off"
+    )
+    yield "compared for each parameter: gradients, clipping, optimizer groups and what the optimizer did"
     if plain.deterministic is False:
-        phrases.append("the loss draws noise of its own: every micro-batch was seeded alike in both runs")
+        yield "the loss draws noise of its own: every micro-batch was seeded alike in both runs"
     if plain.has_labels and not plain.labels_masked:
-        phrases.append("all micro-batches counting the same: the loss does not leave masked labels out")
+        yield "all micro-batches counting the same: the loss does not leave masked labels out"
     scaled = [step.gradient_factor for step in ours.steps if step.gradient_factor != 1.0]
     if scaled:
-        phrases.append(f"clipping did not bind by itself, and was checked on gradients scaled by {scaled[0]:.3g}")
+        yield f"clipping did not bind by itself, and was checked on gradients scaled by {scaled[0]:.3g}"
     if is_replayed(ours):
-        phrases.append("the workload's own optimizer replayed on the candidate's gradients")
+        yield "the workload's own optimizer replayed on the candidate's gradients"
     if ours.own_length is not None:
-        phrases.append(f"one forward and backward at {ours.own_length.sequence_length} tokens")
+        yield f"one forward and backward at {ours.own_length.sequence_length} tokens"
     if ours.chunk_rows is not None:
-        phrases.append(f"the fused loss in chunks of {ours.chunk_rows} rows")
+        yield f"the fused loss in chunks of {ours.chunk_rows} rows"
     if ours.twin is not None:
         own = " and at its own length" if ours.twin.own_length is not None else ""
-        phrases.append(f"the same knobs in fp32, eager, beside the same reference in the first step{own}")
+        yield f"the same knobs in fp32, eager, beside the same reference in the first step{own}"
     if ours.dropout or (ours.twin is not None and ours.twin.dropout):
         same = any(check.name == SAME_MASKS for check in checks)
-        phrases.append("dropout on: " + ("the same masks and gradients" if same else "as much noise as the reference"))
-    return "; ".join(phrases)
+        yield "dropout on: " + ("the same masks and gradients" if same else "as much noise as the reference")
 
 
-def not_checked(plain: ParityMeasurement, ours: ParityMeasurement) -> tuple[str, ...]:
+def not_checked(plain: ParityMeasurement, ours: ParityMeasurement) -> Iterator[str]:
     """The comparisons that were not made this time, and why."""
-    found = list(dict.fromkeys((*plain.not_checked, *ours.not_checked)))
+    yield from dict.fromkeys((*plain.not_checked, *ours.not_checked))
     if ours.replay is not None and ours.replay.method == "norms":
-        found.append(f"the optimizer by replay: {ours.replay.reason}; the norms of the changes were compared")
+        yield f"the optimizer by replay: {ours.replay.reason}; the norms of the changes were compared"
     elif ours.replay is not None and ours.replay.unresolved:
         share = f"{len(ours.replay.unresolved)} of {len(plain.parameters)}"
-        found.append(
-            f"the optimizer's step of {share} parameters: in the first steps it is smaller than their rounding"
-        )
+        yield (f"the optimizer's step of {share} parameters: in the first steps it is smaller than their rounding")
     if any(plain.buffers.values()) and not buffers_to_compare(plain, ours):
-        found.append("buffers: ranks share the model, or each has those of its own samples in micro-batches that vary")
-    return tuple(found)
+        yield "buffers: ranks share the model, or each has those of its own samples in micro-batches that vary"
 
 
 def unfinished(config: TrainingConfig, why: str) -> Parity:
