@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -70,7 +71,7 @@ def explain_command(
     if time_box is not None or fresh:
         raise UsageError("--budget and --fresh go with --staircase: nothing else is measured", hint="Add --staircase.")
     loaded = plans.load_plan(plan)
-    knobs = explain_knobs(loaded, knob)
+    knobs = list(explain_knobs(loaded, knob))
     if json_output:
         output.print_json(
             {
@@ -86,7 +87,7 @@ def explain_command(
     _print(loaded, knobs, everything=knob is None)
 
 
-def explain_knobs(plan: Plan, only: str | None) -> list[dict[str, Any]]:
+def explain_knobs(plan: Plan, only: str | None) -> Iterator[dict[str, Any]]:
     """Per knob: the value, the reason, and the best measured trial of each value that was tried.
 
     Raises:
@@ -98,13 +99,11 @@ def explain_knobs(plan: Plan, only: str | None) -> list[dict[str, Any]]:
         only = only.replace("-", "_")
         knob_values(only)
     reasons = {choice.knob: choice.reason for choice in plan.choices}
-    explained = []
     for knob in KNOBS:
         tried = _tried(plan, knob)
         if only == knob or (only is None and (len(tried) > 1 or knob in reasons)):
             value = getattr(plan.config, knob)
-            explained.append({"knob": knob, "value": value, "reason": reasons.get(knob), "tried": tried})
-    return explained
+            yield {"knob": knob, "value": value, "reason": reasons.get(knob), "tried": tried}
 
 
 def _tried(plan: Plan, knob: str) -> list[dict[str, Any]]:
@@ -116,19 +115,15 @@ def _tried(plan: Plan, knob: str) -> list[dict[str, Any]]:
     groups: dict[Any, list[Any]] = {}
     for trial in plan.evidence:
         groups.setdefault(getattr(trial.config, knob), []).append(trial)
-    measured = [one.reported for one in collect_runs(plan.evidence)]
+    rates: dict[Any, list[float]] = {}
+    for one in collect_runs(plan.evidence):
+        timed = [run.tokens_per_s.median for run in one.reported.runs if run.tokens_per_s is not None]
+        rates.setdefault(getattr(one.config, knob), []).extend([median(timed)] if timed else [])
     tried = []
     for value, trials in groups.items():
-        timed = [
-            [run.tokens_per_s.median for run in one.runs if run.tokens_per_s is not None]
-            for one in measured
-            if getattr(one.config, knob) == value
-        ]
-        rates = [median(run_rates) for run_rates in timed if run_rates]
         ends = sorted({t.outcome.value for t in trials if t.outcome.value != "ok"})
-        tried.append(
-            {"value": value, "trials": len(trials), "best_tokens_per_s": max(rates, default=None), "other_ends": ends}
-        )
+        best = max(rates.get(value, []), default=None)
+        tried.append({"value": value, "trials": len(trials), "best_tokens_per_s": best, "other_ends": ends})
     return sorted(tried, key=lambda entry: -(entry["best_tokens_per_s"] or 0.0))
 
 
