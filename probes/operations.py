@@ -29,6 +29,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,6 @@ from autoplan.probes.timing import TORCH_DTYPES, Operation, filled
 
 Shape = tuple[int, int, int]
 AttentionShape = tuple[int, int, int, int]
-Build = Callable[[], Callable[[], object]]
 
 # squares for the peak; then tall and thin ones as in training: (tokens, out, in) of small transformer blocks, a
 # vocabulary head, a weight gradient (long k)
@@ -165,26 +165,22 @@ def linear_train_operations(
                 work=6.0 * m * n * k,
                 unit="flop/s",
                 memory_bytes=8 * (m * n + 2 * m * k + 2 * n * k),
-                build=_linear_train_builder(device, dtype, (m, n, k)),
+                build=partial(_linear_train, device, dtype, (m, n, k)),
             )
 
 
-def _linear_train_builder(device: torch.device, dtype: str, shape: Shape) -> Build:
+def _linear_train(device: torch.device, dtype: str, shape: Shape) -> Callable[[], object]:
     m, n, k = shape
     mixed = dtype in ("bfloat16", "float16")
+    x, w = (filled((rows, k), torch.float32, device).requires_grad_() for rows in (m, n))
+    gradient = filled((m, n), TORCH_DTYPES[dtype], device)
 
-    def build() -> Callable[[], object]:
-        x, w = (filled((rows, k), torch.float32, device).requires_grad_() for rows in (m, n))
-        gradient = filled((m, n), TORCH_DTYPES[dtype], device)
+    def call() -> object:
+        with torch.autocast(device.type, dtype=TORCH_DTYPES[dtype] if mixed else None, enabled=mixed):
+            y = F.linear(x, w)
+        return torch.autograd.grad(y, (x, w), gradient)
 
-        def call() -> object:
-            with torch.autocast(device.type, dtype=TORCH_DTYPES[dtype] if mixed else None, enabled=mixed):
-                y = F.linear(x, w)
-            return torch.autograd.grad(y, (x, w), gradient)
-
-        return call
-
-    return build
+    return call
 
 
 # Attention.
@@ -206,26 +202,23 @@ def attention_operations(
                     unit="flop/s",
                     # scores, mask sum, softmax and their gradients, in float32 at worst
                     memory_bytes=4 * (8 * b * h * s * d + (6 * b * h * s * s if eager else 0)),
-                    build=_attention_builder(device, dtype, (b, h, s, d), eager),
+                    build=partial(_attention, device, dtype, (b, h, s, d), eager),
                 )
 
 
-def _attention_builder(device: torch.device, dtype: str, shape: AttentionShape, eager: bool) -> Build:
-    def build() -> Callable[[], object]:
-        q, k, v = (filled(shape, TORCH_DTYPES[dtype], device).requires_grad_() for _ in range(3))
-        gradient = filled(shape, TORCH_DTYPES[dtype], device)
-        mask = torch.full((shape[2], shape[2]), float("-inf"), device=device).triu(1).to(TORCH_DTYPES[dtype])
+def _attention(device: torch.device, dtype: str, shape: AttentionShape, eager: bool) -> Callable[[], object]:
+    q, k, v = (filled(shape, TORCH_DTYPES[dtype], device).requires_grad_() for _ in range(3))
+    gradient = filled(shape, TORCH_DTYPES[dtype], device)
+    mask = torch.full((shape[2], shape[2]), float("-inf"), device=device).triu(1).to(TORCH_DTYPES[dtype])
 
-        def call() -> object:
-            if eager:
-                out = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(shape[3]) + mask, dim=-1) @ v
-            else:
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return torch.autograd.grad(out, (q, k, v), gradient)
+    def call() -> object:
+        if eager:
+            out = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(shape[3]) + mask, dim=-1) @ v
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.autograd.grad(out, (q, k, v), gradient)
 
-        return call
-
-    return build
+    return call
 
 
 # Memory.
@@ -288,16 +281,13 @@ def transfer_operations(device: torch.device) -> Iterator[Operation]:
                     work=float(size),
                     unit="bytes/s",
                     memory_bytes=size,
-                    build=_transfer_builder(device, size, pinned, way),
+                    build=partial(_transfer, device, size, pinned, way),
                 )
 
 
-def _transfer_builder(device: torch.device, size: int, pinned: bool, way: str) -> Build:
-    def build() -> Callable[[], object]:
-        # zeros, not empty: untouched pages of the host are not there yet
-        host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-        there = torch.zeros(size, dtype=torch.uint8, device=device)
-        target, source = (there, host) if way == "host_to_device" else (host, there)
-        return lambda: target.copy_(source, non_blocking=pinned)
-
-    return build
+def _transfer(device: torch.device, size: int, pinned: bool, way: str) -> Callable[[], object]:
+    # zeros, not empty: untouched pages of the host are not there yet
+    host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+    there = torch.zeros(size, dtype=torch.uint8, device=device)
+    target, source = (there, host) if way == "host_to_device" else (host, there)
+    return lambda: target.copy_(source, non_blocking=pinned)

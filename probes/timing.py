@@ -120,19 +120,6 @@ class Rates:
         return max(operation.work / of_dtype, operation.work / of_kind / 4)
 
 
-@dataclass(kw_only=True, slots=True)
-class Budget:
-    """Seconds that a series of measurements may take; starts when made."""
-
-    seconds: float
-    started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def remaining_s(self) -> float:
-        """The seconds that are left; never below 0."""
-        return max(0.0, self.seconds - (time.perf_counter() - self.started))
-
-
 class Sampler:
     """Takes the samples of one operation, one at a time, so that several can take turns.
 
@@ -226,13 +213,13 @@ def measure_operations(
     operations: Iterable[Operation],
     *,
     device: torch.device,
-    budget: Budget,
+    limit_s: float,
     cap_s: float,
     memory_limit_bytes: float,
     rates: Rates | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> tuple[list[OperationReading], list[str]]:
-    """Measure each operation in its share of what is left of the budget.
+    """Measure each operation in its share of the time that is left.
 
     Neighbours of the same shape (several dtypes, fused and eager attention) take turns, sample by sample: a
     disturbance then slows all of them, and their ratios stay right.
@@ -241,7 +228,7 @@ def measure_operations(
         operations: Smallest first within one (kind, dtype), where some dtype may be slow: after a slow one the larger
             ones are left out.
         device: Where they run.
-        budget: Shared with other series.
+        limit_s: For all of them; after it no further one is begun.
         cap_s: The most that one operation gets.
         memory_limit_bytes: Larger operations are left out.
         rates: Of earlier series, by dtype; None: there was none.
@@ -258,11 +245,13 @@ def measure_operations(
     notes: list[str] = []
     too_late: list[str] = []
     rates = rates or Rates()
+    ends = time.perf_counter() + limit_s
     while pending:
         group = _next_group(pending, memory_limit_bytes)
-        share_s = min(cap_s, budget.remaining_s / len(pending))
+        left_s = ends - time.perf_counter()
+        share_s = min(cap_s, left_s / len(pending))
         del pending[: len(group)]
-        if budget.remaining_s <= 0:
+        if left_s <= 0:
             too_late += [operation.label for operation in group]
             continue
         running: list[tuple[Operation, Sampler]] = []

@@ -118,7 +118,7 @@ def _memory_limit_bytes(device: Any, given: float | None) -> float:
 
 def _series(rank: RankContext, request: ProbeRequest) -> Any:
     """Yield what is measured so far after each series of measurements; the series that are needed most come first."""
-    from autoplan.probes.timing import Budget, Rates, measure_operations, probe_launch
+    from autoplan.probes.timing import Rates, measure_operations, probe_launch
 
     started = time.perf_counter()
     cores = os.sched_getaffinity(0)
@@ -145,7 +145,7 @@ def _series(rank: RankContext, request: ProbeRequest) -> Any:
         readings, left_out = measure_operations(
             make(),
             device=device,
-            budget=Budget(seconds=seconds),
+            limit_s=seconds,
             cap_s=cap_s,
             memory_limit_bytes=_memory_limit_bytes(device, request.memory_limit_bytes),
             rates=rates,

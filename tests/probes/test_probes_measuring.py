@@ -23,7 +23,6 @@ from autoplan.probes.operations import (
 )
 from autoplan.probes.timing import (
     TORCH_DTYPES,
-    Budget,
     Operation,
     Rates,
     Timing,
@@ -62,7 +61,7 @@ def make_operation(
 
 
 def measure(operations: list[Operation], **changes: object) -> tuple[list[str], list[str]]:
-    options: dict[str, object] = {"budget": Budget(seconds=5.0)} | LIMITS | changes
+    options: dict[str, object] = {"limit_s": 5.0} | LIMITS | changes
     readings, notes = measure_operations(operations, device=CPU, **options)  # type: ignore[arg-type]
     return [reading.kind for reading in readings], notes
 
@@ -171,7 +170,7 @@ def test_the_first_call_is_not_counted() -> None:
         if len(calls) == 1:
             sum(math.sin(i) for i in range(300_000))  # setting up: tens of milliseconds
 
-    (reading,), _ = measure_operations([make_operation(lambda: call)], device=CPU, budget=Budget(seconds=5.0), **LIMITS)
+    (reading,), _ = measure_operations([make_operation(lambda: call)], device=CPU, limit_s=5.0, **LIMITS)
     assert reading.seconds.value is not None and reading.seconds.value < 0.005
 
 
@@ -195,11 +194,11 @@ def test_an_operation_that_ends_the_device_is_raised_not_left_out(monkeypatch: p
     assert device_answers(CPU)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)  # the driver's answers
     operations = [make_operation(broken, kind="broken")]
-    assert len(measure_operations(operations, device=cuda, budget=Budget(seconds=5.0), **LIMITS)[1]) == 1
+    assert len(measure_operations(operations, device=cuda, limit_s=5.0, **LIMITS)[1]) == 1
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
     assert not device_answers(cuda)
     with pytest.raises(torch.AcceleratorError, match="device-side assert"):
-        measure_operations(operations, device=cuda, budget=Budget(seconds=5.0), **LIMITS)
+        measure_operations(operations, device=cuda, limit_s=5.0, **LIMITS)
 
 
 def test_an_operation_that_cannot_fit_is_not_built() -> None:
@@ -265,7 +264,7 @@ def test_operations_that_do_not_fit_together_are_measured_one_by_one() -> None:
 
 
 def test_when_the_time_is_over_the_rest_is_left_out() -> None:
-    kinds, notes = measure([make_operation(lambda: lambda: None)], budget=Budget(seconds=0.0))
+    kinds, notes = measure([make_operation(lambda: lambda: None)], limit_s=0.0)
     assert kinds == [] and len(notes) == 1 and "time for the probes was over" in notes[0]
 
 
