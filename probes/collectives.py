@@ -89,9 +89,10 @@ def probe_collectives(
     from autoplan.processes import Task, run_again
 
     sizes = tuple(sizes_bytes or (CUDA_SIZES_BYTES if device == "cuda" else CPU_SIZES_BYTES))
+    asked = [(list(range(size)), OPERATIONS) for size in group_sizes(ranks)]
     task = Task(
-        target="autoplan.probes.collectives:measure_collectives",
-        args=(device, sizes, group_sizes(ranks), budget_s),
+        target="autoplan.probes.collectives:measure_groups",
+        args=(device, sizes, asked, budget_s),
         ranks=ranks,
         deadlines_s={"*": 3 * budget_s + 30},  # as for the other probes
         total_deadline_s=3 * budget_s + 90,  # a first CUDA context can take tens of seconds
@@ -136,14 +137,6 @@ def make_reading(entry: Mapping[str, Any]) -> CollectiveReading:
 
 
 # The ranks' side.
-
-
-def measure_collectives(
-    context: RankContext, device: str, sizes_bytes: Sequence[int], groups: Sequence[int], budget_s: float
-) -> dict[str, Any]:
-    """Runs in every rank: times each operation over the first so many ranks. See `measure_groups`."""
-    asked = [(list(range(size)), list(OPERATIONS)) for size in groups]
-    return measure_groups(context, device, sizes_bytes, asked, budget_s)
 
 
 def measure_groups(

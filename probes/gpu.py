@@ -17,7 +17,7 @@ import psutil
 from autoplan.probes import catalog
 from autoplan.probes.nvml import CLOCK_EVENTS, POWER_CAP, Nvml, open_nvml
 from autoplan.probes.profile import Device, Link
-from autoplan.probes.topology import read_links
+from autoplan.probes.topology import bus_id, read_links
 from autoplan.record import Reading
 
 
@@ -196,11 +196,9 @@ def read_clock_events(nvml: Nvml, handle: Any) -> tuple[str, ...]:
 
 def _numa_node(nvml: Nvml, handle: Any, root: Path) -> int | None:
     """The host's NUMA node next to the GPU, from /sys; None if unknown (-1 there)."""
-    pci = nvml.query("nvmlDeviceGetPciInfo", handle)
-    if pci.reason is not None:
+    address = bus_id(nvml.query("nvmlDeviceGetPciInfo", handle).value)
+    if address is None:
         return None
-    bus = pci.value.busId
-    address = (bus.decode() if isinstance(bus, bytes) else str(bus)).lower()
     domain, _, rest = address.partition(":")
     try:
         node = int((root / f"sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node").read_text())

@@ -98,17 +98,13 @@ class NodesProfile(Record):
     notes: tuple[str, ...] = Field(default=(), description="nodes of another kind, and what was not measured")
 
 
-def say_nothing(text: str) -> None:
-    """For whoever wants to be told of no progress."""
-
-
 def probe_nodes(
     launcher: str,
     nodes: str,
     *,
     device: str | None = None,
     budget_s: float | None = None,
-    on_progress: Callable[[str], None] = say_nothing,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> NodesProfile:
     """Measures several nodes and the links between them. Nothing comes from a cache, and nothing is kept there.
 

@@ -33,6 +33,10 @@ TOPOLOGY = {
 }
 
 
+NvLink = tuple[int | None, str | None]
+"""Of an active one: its generation, and the PCI address of the other end; None for a switch or unknown."""
+
+
 def read_links(nvml: Nvml, handles: Sequence[Any]) -> tuple[Link, ...]:
     """The link of each GPU with the host, and of each pair of GPUs.
 
@@ -47,61 +51,47 @@ def read_links(nvml: Nvml, handles: Sequence[Any]) -> tuple[Link, ...]:
         for i, (reading, detail) in enumerate(pcie)
     ]
     for i, j in combinations(range(len(handles)), 2):
-        links.append(_pair(nvml, handles, i, j, nvlinks, (pcie[i][0], pcie[j][0])))
+        kind, reading, detail = _pair(nvml, handles[i], handles[j], nvlinks[i], (pcie[i][0], pcie[j][0]))
+        links.append(Link(a=f"cuda:{i}", b=f"cuda:{j}", kind=kind, bandwidth_bytes_per_s=reading, detail=detail))
     return tuple(links)
 
 
 def _pair(
-    nvml: Nvml,
-    handles: Sequence[Any],
-    i: int,
-    j: int,
-    nvlinks: Sequence[list[tuple[int | None, str | None]]],
-    pcie: tuple[Reading, Reading],
-) -> Link:
-    a, b = f"cuda:{i}", f"cuda:{j}"
-    status = nvml.query("nvmlDeviceGetP2PStatus", handles[i], handles[j], P2P_CAPS_NVLINK)
+    nvml: Nvml, one: Any, other: Any, nvlinks: Sequence[NvLink], pcie: tuple[Reading, Reading]
+) -> tuple[str, Reading, str]:
+    """(kind, bandwidth, detail) of the way between two GPUs; `nvlinks` are those of the first."""
+    status = nvml.query("nvmlDeviceGetP2PStatus", one, other, P2P_CAPS_NVLINK)
     if status.reason is None and status.value == P2P_STATUS_OK:
-        reading, detail = _nvlink_bandwidth(nvml, handles, i, j, nvlinks)
-        return Link(a=a, b=b, kind="nvlink", bandwidth_bytes_per_s=reading, detail=detail)
-    level = nvml.query("nvmlDeviceGetTopologyCommonAncestor", handles[i], handles[j])
+        return "nvlink", *_nvlink_bandwidth(nvml, other, nvlinks)
+    level = nvml.query("nvmlDeviceGetTopologyCommonAncestor", one, other)
     if level.reason is not None or level.value not in TOPOLOGY:
         why = level.reason or f"unknown topology level {level.value}"
-        return Link(a=a, b=b, kind="pcie", bandwidth_bytes_per_s=Reading.unknown("bytes/s", why), detail=why)
+        return "pcie", Reading.unknown("bytes/s", why), why
     kind, detail = TOPOLOGY[level.value]
     if kind == "numa":
         unknown = Reading.unknown("bytes/s", "no datasheet figure for the way between the NUMA nodes")
-        return Link(a=a, b=b, kind=kind, bandwidth_bytes_per_s=unknown, detail=detail)
+        return kind, unknown, detail
     known = [reading for reading in pcie if reading.value is not None]
     slower = min(known, key=lambda r: r.value or 0.0) if len(known) == 2 else pcie[0]
-    return Link(a=a, b=b, kind=kind, bandwidth_bytes_per_s=slower, detail=detail)
+    return kind, slower, detail
 
 
-def _nvlink_bandwidth(
-    nvml: Nvml,
-    handles: Sequence[Any],
-    i: int,
-    j: int,
-    nvlinks: Sequence[list[tuple[int | None, str | None]]],
-) -> tuple[Reading, str]:
+def _nvlink_bandwidth(nvml: Nvml, other: Any, mine: Sequence[NvLink]) -> tuple[Reading, str]:
     """One direction: the links that end at the other GPU, or all of them where they end at an NVSwitch."""
-    mine = nvlinks[i]
-    address = _bus_id(nvml.query("nvmlDeviceGetPciInfo", handles[j]).value)
+    address = bus_id(nvml.query("nvmlDeviceGetPciInfo", other).value)
     direct = [generation for generation, remote in mine if remote is not None and remote == address]
-    through_switch = not direct
     usable = direct or [generation for generation, _ in mine]
     generations = {generation for generation in usable if generation is not None}
     if not usable or len(generations) != 1:
         why = "the driver does not say how many NVLinks of which generation there are"
         return Reading.unknown("bytes/s", why), why
     generation = generations.pop()
-    detail = f"{len(usable)} x NVLink {generation}" + (" through a switch" if through_switch else "")
+    detail = f"{len(usable)} x NVLink {generation}" + ("" if direct else " through a switch")
     return catalog.link_reading(f"NVLink {generation}", len(usable)), detail
 
 
-def _active_nvlinks(nvml: Nvml, handle: Any) -> list[tuple[int | None, str | None]]:
-    """(generation, PCI address of the other end; None for a switch or unknown) per active NVLink of a GPU."""
-    active: list[tuple[int | None, str | None]] = []
+def _active_nvlinks(nvml: Nvml, handle: Any) -> list[NvLink]:
+    active: list[NvLink] = []
     for link in range(MAX_NVLINKS):
         state = nvml.query("nvmlDeviceGetNvLinkState", handle, link)
         if state.reason is not None:
@@ -112,12 +102,13 @@ def _active_nvlinks(nvml: Nvml, handle: Any) -> list[tuple[int | None, str | Non
         kind = nvml.query("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link).value
         remote = None
         if kind != NVLINK_REMOTE_SWITCH:
-            remote = _bus_id(nvml.query("nvmlDeviceGetNvLinkRemotePciInfo", handle, link).value)
+            remote = bus_id(nvml.query("nvmlDeviceGetNvLinkRemotePciInfo", handle, link).value)
         active.append((NVLINK_GENERATIONS.get(version), remote))
     return active
 
 
-def _bus_id(pci: Any) -> str | None:
+def bus_id(pci: Any) -> str | None:
+    """The PCI address that the driver says, in lower case; None: it says none."""
     if pci is None:
         return None
     return (pci.busId.decode() if isinstance(pci.busId, bytes) else str(pci.busId)).lower()

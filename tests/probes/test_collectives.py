@@ -12,7 +12,7 @@ from autoplan.probes.collectives import (
     fit_line,
     group_sizes,
     make_reading,
-    measure_collectives,
+    measure_groups,
     probe_collectives,
 )
 from autoplan.processes import RankContext, Task, Zygote
@@ -72,7 +72,7 @@ def without_all_to_all(context: RankContext, *args: Any) -> Any:
         raise RuntimeError("Backend gloo does not support alltoall")
 
     dist.all_to_all_single = refuse
-    return measure_collectives(context, *args)
+    return measure_groups(context, *args)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_an_operation_that_the_backend_lacks_is_left_out_with_the_reason(zygote:
     report = zygote.run(
         Task(
             target=without_all_to_all,
-            args=("cpu", (4096, 16384, 65536), (2,), 2.0),
+            args=("cpu", (4096, 16384, 65536), [([0, 1], OPERATIONS)], 2.0),
             ranks=2,
             deadlines_s={"*": 60.0},
             env={"OMP_NUM_THREADS": "1"},
@@ -112,7 +112,7 @@ def test_one_rank_has_nothing_to_measure(zygote: Zygote) -> None:
 
 def test_a_message_of_one_rank_alone_is_left_out(zygote: Zygote) -> None:
     """It would wait for another rank without end: with NCCL already where the communicator is made."""
-    task = Task(target=measure_collectives, args=("cpu", (4096,), (1,), 1.0), deadlines_s={"*": 60.0})
+    task = Task(target=measure_groups, args=("cpu", (4096,), [([0], OPERATIONS)], 1.0), deadlines_s={"*": 60.0})
     result = zygote.run(task).check().ranks[0].result
     assert "gloo send_recv over 1 ranks is left out: a message needs two ranks" in result["notes"]
     assert {found["operation"] for found in result["entries"]} >= {"all_reduce", "all_gather"}
@@ -126,6 +126,10 @@ def test_nccl_with_one_rank() -> None:
         pytest.skip("needs a CUDA device")
     with Zygote(preload=("torch",)) as started:
         report = started.run(
-            Task(target=measure_collectives, args=("cuda", (4096, 65536, 1048576), (1,), 5.0), deadlines_s={"*": 120.0})
+            Task(
+                target=measure_groups,
+                args=("cuda", (4096, 65536, 1048576), [([0], OPERATIONS)], 5.0),
+                deadlines_s={"*": 120.0},
+            )
         )
     assert {found["operation"] for found in report.ranks[0].result["entries"]} >= {"all_reduce", "all_gather"}
