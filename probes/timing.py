@@ -375,9 +375,7 @@ def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
     """
     if device.type == "cuda":
         return torch.randn(*shape, device=device).to(dtype)
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     block = torch.randn(min(count, 65536)).to(dtype)
     return block.repeat(-(-count // block.numel()))[:count].view(*shape)
 
@@ -417,15 +415,10 @@ class CudaClock:
         return begin.elapsed_time(end) / 1000.0  # elapsed_time is in milliseconds
 
     def _queue(self, seconds: float) -> None:
-        """Queues work that takes the GPU at least so long, and a little more."""
+        """Queues work that takes the GPU at least so long, and a little more; not without end."""
         lead, lead_s = _lead_work(self.device)
-        for _ in range(pieces(seconds, lead_s)):
+        for _ in range(1 + math.ceil(min(seconds, MOST_LEAD_S) / lead_s)):
             lead.zero_()
-
-
-def pieces(seconds: float, piece_s: float) -> int:
-    """How many pieces of work are queued so that they take so many seconds, and one more; not without end."""
-    return 1 + math.ceil(min(seconds, MOST_LEAD_S) / piece_s)
 
 
 @functools.cache

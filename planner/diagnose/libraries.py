@@ -8,33 +8,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib.abc
 import importlib.machinery
 import os
 import sys
+import types
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 Function = Callable[..., Any]
-
-
-class Paths(Protocol):
-    """Where files of the script are."""
-
-    root: str
-
-    def moved(self, path: Any, *, copy: bool = False) -> Any:
-        """Where a write goes."""
-
-    def moved_folder(self, path: Any) -> Any:
-        """Where the files go that are written into a folder."""
-
-    def seen(self, path: Any) -> Any:
-        """Where a read goes."""
-
-    def is_users(self, path: Any) -> bool:
-        """Whether it was there before, and the script has not changed it."""
-
 
 _WRITES = "wax+"
 
@@ -91,33 +72,26 @@ _PATH_NAMES = (
 _OF_DBM = ("", ".db", ".dat", ".dir", ".pag", ".bak")
 
 
-class _Empty(importlib.abc.Loader):
-    """A loader of a module without anything in it."""
-
-    def create_module(self, spec: Any) -> None:
-        """As Python makes it."""
-
-    def exec_module(self, module: Any) -> None:
-        """Nothing."""
-
-
 class Libraries:
-    """The changes to libraries."""
+    """The changes to libraries.
 
-    def __init__(self, paths: Paths) -> None:
+    Args:
+        paths: The sandbox, which knows where files of the script are.
+    """
+
+    def __init__(self, paths: Any) -> None:
         self.paths = paths
         self._names = {*(one[0] for one in IN_C), *(one[0] for one in FORCED)}
 
     def install(self) -> None:
         """Changes the libraries that are there, and those that are imported later."""
+        sys.modules.setdefault(NO_TENSORFLOW, types.ModuleType(NO_TENSORFLOW))
         sys.meta_path.insert(0, self)
         for name in self._names & set(sys.modules):
             self._change(name)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """As a finder of modules: what the others find, whose loader changes it after it has run."""
-        if name == NO_TENSORFLOW:
-            return importlib.machinery.ModuleSpec(name, _Empty())
         if name not in self._names:
             return None
         for finder in sys.meta_path:
@@ -148,7 +122,8 @@ class Libraries:
                     _wrap(module, function, functools.partial(self._given, place=place, kind=kind))
         for module, function, given in FORCED:
             if module == name:
-                filled = {key: _filled(value, self.paths.root) for key, value in given.items()}
+                root = self.paths.root
+                filled = {key: one.format(root=root) if isinstance(one, str) else one for key, one in given.items()}
                 with contextlib.suppress(Exception):
                     _wrap(module, function, functools.partial(_forced, given=filled))
 
@@ -241,10 +216,6 @@ class Libraries:
 
         kind.__new__ = staticmethod(new)
         return kind
-
-
-def _filled(value: Any, root: str) -> Any:
-    return value.format(root=root) if isinstance(value, str) else value
 
 
 def _forced(function: Any, given: Mapping[str, Any]) -> Any:

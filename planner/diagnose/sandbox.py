@@ -143,9 +143,7 @@ class Sandbox:
 
     def _is_there(self, name: str) -> bool:
         """Whether the script sees a file there."""
-        with self._plain():
-            made = os.path.lexists(self._files + name)
-        return made or self._really(name)
+        return self._made(name) or self._really(name)
 
     def is_users(self, path: Any) -> bool:
         """Whether it was there before, and the script has not changed it."""
@@ -193,10 +191,6 @@ class Sandbox:
         self._gone.add(real)
         with open(os.path.join(self.root, GONE), "a") as file:
             file.write(real + "\0")
-
-    def _is_folder(self, real: str) -> bool:
-        with self._plain():
-            return os.path.isdir(real) and not os.path.islink(real)
 
     def _entries(self, path: Any) -> dict[str, Any] | None:
         """What is in a folder that the script has changed, by name; None: as it was before, or there is none."""
@@ -254,21 +248,17 @@ class Sandbox:
             changed.setdefault(getattr(posix, name, function), wrapped)  # imports ask that module
             if function in os.supports_follow_symlinks:  # shutil asks
                 os.supports_follow_symlinks.add(wrapped)
-        changed[shutil.rmtree] = self._removes(shutil.rmtree, folder=True)
+        changed[shutil.rmtree] = self._removes(shutil.rmtree)
         replace_everywhere(changed)
         self.libraries.install()
 
     def _wraps(self) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
         """What takes the place of each function of `os`."""
-        single = functools.partial(self._writes, last=False)
-        double = functools.partial(self._writes, last=True)
-        file, folder = (functools.partial(self._removes, folder=one) for one in (False, True))
         return {
             "open": self._os_open,
-            **dict.fromkeys(("mkdir", "mkfifo"), single),
-            **dict.fromkeys(("symlink", "link"), double),
-            **dict.fromkeys(("remove", "unlink"), file),
-            "rmdir": folder,
+            **dict.fromkeys(("mkdir", "mkfifo"), self._makes),
+            **dict.fromkeys(("symlink", "link"), self._links),
+            **dict.fromkeys(("remove", "unlink", "rmdir"), self._removes),
             **dict.fromkeys(("rename", "replace"), self._renames),
             **dict.fromkeys(_CHANGES, self._changes),
             **dict.fromkeys(_READS, self._reads),
@@ -312,7 +302,7 @@ class Sandbox:
 
         return opened
 
-    def _writes(self, function: Callable[..., Any], *, last: bool) -> Callable[..., Any]:
+    def _makes(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def made(path: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("dir_fd") is None:
@@ -322,6 +312,9 @@ class Sandbox:
                 path = self.moved(path)
             return function(path, *args, **kwargs)
 
+        return made
+
+    def _links(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def linked(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
             if all(kwargs.get(name) is None for name in ("dir_fd", "src_dir_fd", "dst_dir_fd")):
@@ -332,10 +325,11 @@ class Sandbox:
                     src = self.seen(src)
             return function(src, dst, *args, **kwargs)
 
-        return linked if last else made
+        return linked
 
-    def _removes(self, function: Callable[..., Any], *, folder: bool) -> Callable[..., Any]:
-        """What was there before stays, and the script sees it no more. `folder`: it removes folders alone."""
+    def _removes(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What was there before stays, and the script sees it no more."""
+        of_folders = function.__name__ in ("rmdir", "rmtree")
 
         @functools.wraps(function)
         def removed(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -344,11 +338,12 @@ class Sandbox:
                 return function(path, *args, **kwargs)
             if function.__name__ == "rmdir" and os.listdir(os.fsdecode(path)):
                 raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
-            there = self._really(real)
-            if self._made(real):
-                with self._plain():
+            there, made = self._really(real), self._made(real)
+            with self._plain():
+                is_folder = os.path.isdir(real) and not os.path.islink(real)
+                if made:
                     function(self._files + real, *args, **kwargs)
-            elif not there or self._is_folder(real) is not folder:
+            if not made and (not there or is_folder is not of_folders):
                 return function(self.seen(path), *args, **kwargs)  # it fails, or the caller ignores that
             if there:
                 self._note_gone(real)
@@ -484,20 +479,14 @@ class _Entry:
         return getattr(self._entry, name)
 
 
-class _Scan:
+class _Scan(Iterator[_Entry], contextlib.AbstractContextManager["_Scan"]):
     """What os.scandir gives: an iterator that is closed, also by `with`."""
 
     def __init__(self, entries: Iterator[_Entry]) -> None:
         self._left = entries
 
-    def __iter__(self) -> _Scan:
-        return self
-
     def __next__(self) -> _Entry:
         return next(self._left)
-
-    def __enter__(self) -> _Scan:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
