@@ -56,7 +56,7 @@ class Clock:
     Attributes:
         skipped: Parts whose regions return at once: the cause that is removed.
         acted: How often something was left out, or taken the other way, since a cause was removed.
-        lines: Seconds and calls by part and line of the user's code, since `forget`.
+        lines: Seconds and calls by part and line of the user's code.
         inputs: Elements that trained models were called with in this step.
     """
 
@@ -132,10 +132,6 @@ class Clock:
         if self._evaluation is None:
             self._evaluation = now, dict(self._parts)
         self._evaluated = now, dict(self._parts)
-
-    def forget(self) -> None:
-        """Begins to count lines anew."""
-        self.lines.clear()
 
     def note_line(self, part: str, seconds: float, depth: int = 2) -> None:
         """Adds a call of some seconds to the line of the user's code that made it."""

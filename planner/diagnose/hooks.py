@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, dataloader
 from torch.utils.data._utils import fetch
 
 from autoplan.planner.diagnose.clock import Clock, users_line
+from autoplan.planner.diagnose.memory import graph_of
 from autoplan.planner.diagnose.ranks import CollectiveHooks
 from autoplan.planner.diagnose.sandbox import Sandbox
 
@@ -44,9 +45,8 @@ BY_HAND = 3
 LARGE_TABLE, LEAST_UNUSED = 1 << 18, 0.5
 """Elements of an embedding, and the share of its rows without a gradient, from which on it is one to look at."""
 
-MOST_NODES, LEAST_SHARED, MOST_WALKS = 5000, 0.5, 20
-"""Nodes of a graph that are compared with those of another, the share of them that makes it the same, and how often a
-graph is gone over."""
+LEAST_SHARED, MOST_WALKS = 0.5, 20
+"""The share of a graph's nodes that makes it the same as another, and how often a graph is gone over."""
 
 OF_CHECKPOINT = frozenset({"use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state",
                            "early_stop"})  # fmt: skip
@@ -211,7 +211,7 @@ class Hooks:
         if self._trained is not None:
             groups = itertools.chain.from_iterable(one.param_groups for one in self.optimizers)
             self._trained = {id(parameter) for group in groups for parameter in group["params"]}
-            self.modules.forget_trained()  # of two optimizers, the second trains what the first does not
+            self.modules.known.clear()  # of two optimizers, the second trains what the first does not
 
     def _stepped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What torch makes of an optimizer's step; one that fails ends too, though torch calls no hook after it."""
@@ -558,8 +558,8 @@ class LoaderHooks:
         def start(loader: Any) -> Any:
             if not self.clock.here or loader is self._other:
                 return function(loader)
-            if self.is_main(loader) and self.gives_instead and length_of(loader) is not None:
-                return Epoch(self, loader)
+            if self.is_main(loader) and self.gives_instead and (steps := length_of(loader)) is not None:
+                return self._epoch(loader, steps)
             self.clock.enter("data")
             began = time.perf_counter()
             try:
@@ -575,6 +575,14 @@ class LoaderHooks:
             return iterator
 
         return start
+
+    def _epoch(self, loader: Any, steps: int) -> Iterator[Any]:
+        """An epoch that begins while its batches come from elsewhere: its own workers start once they are asked."""
+        while steps and self.gives_instead:
+            steps -= 1
+            yield self.instead(loader)
+        if steps:
+            yield from itertools.islice(loader, steps)
 
     def is_main(self, loader: Any) -> bool:
         """Whether this is the loader of the training: the one that gave a batch before a forward with gradients.
@@ -717,36 +725,6 @@ class LoaderHooks:
         return fetched
 
 
-class Epoch:
-    """An epoch that begins while its batches come from elsewhere: its own workers start once they are asked.
-
-    Args:
-        hooks: Know where a batch comes from now.
-        loader: The script's.
-    """
-
-    def __init__(self, hooks: LoaderHooks, loader: Any) -> None:
-        self.hooks, self.loader = hooks, loader
-        self.own: Any = None
-        self.left = length_of(loader) or 0
-
-    def __iter__(self) -> Epoch:
-        return self
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __next__(self) -> Any:
-        if self.left <= 0:
-            raise StopIteration
-        self.left -= 1
-        if self.own is None:
-            if self.hooks.gives_instead:
-                return self.hooks.instead(self.loader)
-            self.own = iter(self.loader)
-        return next(self.own)
-
-
 def length_of(loader: Any) -> int | None:
     """The batches of an epoch; None where the loader does not know, or one iterator of it serves all epochs."""
     try:
@@ -757,22 +735,14 @@ def length_of(loader: Any) -> int | None:
 
 def with_workers(loader: Any, workers: int) -> DataLoader[Any]:
     """A loader of the same batches with so many workers, which stay between epochs."""
-    given: dict[str, Any] = {
-        "num_workers": workers,
-        "persistent_workers": True,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "generator": loader.generator,
-    }
-    if loader.batch_sampler is not None and not isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        given["batch_sampler"] = loader.batch_sampler
+    names = ["collate_fn", "pin_memory", "worker_init_fn", "multiprocessing_context", "generator"]
+    is_iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    if loader.batch_sampler is not None and not is_iterable:
+        names += ["batch_sampler"]
     else:
-        given |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
-            given["sampler"] = loader.sampler
-    return DataLoader(loader.dataset, **given)
+        names += ["batch_size", "drop_last", *(() if is_iterable else ("sampler",))]
+    given = {name: getattr(loader, name) for name in names}
+    return DataLoader(loader.dataset, num_workers=workers, persistent_workers=True, **given)
 
 
 def shallow(batch: Any) -> Any:
@@ -844,6 +814,8 @@ class ModuleHooks:
         single: Give the forward fp32 in place of fp64, and take its outputs as fp64.
         anomaly: Whether the anomaly detection of autograd was on in a forward.
         called: The outermost modules.
+        known: Whether a module is trained.
+        outputs: Of evaluations, while these are left out.
     """
 
     def __init__(
@@ -856,33 +828,25 @@ class ModuleHooks:
         self.low_precision = False
         self._inside = False
         self._without_gradients, self._evaluations = Seldom(), Seldom()
-        self._known: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
-        self._outputs: dict[tuple[int, Any], Any] = {}
+        self.known: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+        self.outputs: dict[tuple[int, Any], Any] = {}
 
     def install(self) -> None:
         """Places the hooks."""
         torch.nn.Module.__call__ = self._called(torch.nn.Module.__call__)  # type: ignore[method-assign]
         torch.nn.Module.train = self._mode(torch.nn.Module.train)  # type: ignore[method-assign]
 
-    def forget(self) -> None:
-        """Lets the outputs of evaluations go."""
-        self._outputs.clear()
-
     def end_step(self) -> None:
         """Counts a step."""
         self._without_gradients.end_step()
         self._evaluations.end_step()
 
-    def forget_trained(self) -> None:
-        """Asks again which modules are trained."""
-        self._known.clear()
-
     def _is_trained(self, module: torch.nn.Module) -> bool | None:
-        known = self._known.get(module)
+        known = self.known.get(module)
         if known is None:
             known = self.is_trained(module)
             if known is not None:
-                self._known[module] = known
+                self.known[module] = known
         return known
 
     def _called(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -938,12 +902,12 @@ class ModuleHooks:
         began = time.perf_counter()
         try:
             key = id(module), _shapes((args, kwargs))
-            if "evaluation" in clock.skipped and key in self._outputs:
+            if "evaluation" in clock.skipped and key in self.outputs:
                 clock.acted += 1
-                return self._outputs[key]
+                return self.outputs[key]
             output = function(module, *args, **kwargs)
             if "evaluation" in clock.skipped:
-                self._outputs[key] = output
+                self.outputs[key] = output
             return output
         finally:
             clock.note_line("evaluation", time.perf_counter() - began, depth=4)
@@ -952,7 +916,7 @@ class ModuleHooks:
 
     def _mode(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def train(module: torch.nn.Module, mode: bool = True) -> Any:
-            if not self._inside and self.clock.here and module.training != mode and self._known.get(module):
+            if not self._inside and self.clock.here and module.training != mode and self.known.get(module):
                 self._evaluations.note()
                 if self._evaluations.is_seldom:
                     self.clock.evaluation_mark()
@@ -1018,20 +982,6 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _shapes(one)) for name, one in sorted(value.items()))
     return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else repr(type(value))
-
-
-def graph_of(tensors: Any) -> set[Any]:
-    """The nodes of the autograd graph behind tensors (or edges of it), the nearest MOST_NODES; leaves left out."""
-    single = isinstance(tensors, torch.Tensor) or hasattr(tensors, "node")
-    roots = (getattr(one, "node", None) or getattr(one, "grad_fn", None) for one in ([tensors] if single else tensors))
-    waiting = deque(node for node in roots if node is not None)
-    found = set(waiting)
-    while waiting and len(found) < MOST_NODES:
-        for node, _ in waiting.popleft().next_functions:
-            if node is not None and node not in found and node.next_functions:
-                found.add(node)
-                waiting.append(node)
-    return found
 
 
 def worst_line(clock: Clock, part: str) -> str | None:

@@ -23,8 +23,8 @@ from autoplan.processes.cause import is_users_file
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-MOST_NODES = 20_000
-"""A graph is counted up to so many nodes."""
+MOST_NODES, MOST_COUNTED = 5000, 20_000
+"""Nodes of a graph that are compared with those of another, and up to which they are counted."""
 
 MOST_LISTS = 50
 """A dict with no more entries may hold lists that grow: `history["loss"]`."""
@@ -149,20 +149,22 @@ def _with_attributes(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _size(value: Any) -> int | None:
     if isinstance(value, torch.Tensor):
-        return _graph_nodes(value) if value.grad_fn is not None else None
+        return len(graph_of(value, MOST_COUNTED)) if value.grad_fn is not None else None
     return len(value) if type(value) in (list, dict, deque) or type(value).__name__ == "defaultdict" else None
 
 
-def _graph_nodes(tensor: torch.Tensor) -> int:
-    """Nodes of a tensor's graph."""
-    seen: set[Any] = set()
-    left: list[Any] = [tensor.grad_fn]
-    while left and len(seen) < MOST_NODES:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left += [one for one, _ in node.next_functions]
-    return len(seen)
+def graph_of(tensors: Any, most: int = MOST_NODES) -> set[Any]:
+    """The nodes of the autograd graph behind tensors (or edges of it), so many of the nearest; leaves left out."""
+    single = isinstance(tensors, torch.Tensor) or hasattr(tensors, "node")
+    roots = (getattr(one, "node", None) or getattr(one, "grad_fn", None) for one in ([tensors] if single else tensors))
+    waiting = deque(node for node in roots if node is not None)
+    found = set(waiting)
+    while waiting and len(found) < most:
+        for node, _ in waiting.popleft().next_functions:
+            if node is not None and node not in found and node.next_functions:
+                found.add(node)
+                waiting.append(node)
+    return found
 
 
 def _tensors_in(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:

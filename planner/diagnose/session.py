@@ -250,7 +250,7 @@ class Session:
         rates = rates_here(self.hooks.trained())
         yield  # a step whose operands are no longer in the caches
         self._tell("looking at the steps as they are")
-        self.clock.forget()
+        self.clock.lines.clear()
         self.hooks.loaders.restart()
         self.hooks.collectives.calls = self.hooks.recomputed = self.hooks.profiled = 0
         self.hooks.again_s = 0.0
@@ -501,7 +501,7 @@ class Session:
             if acted and is_slower(trial):
                 self._note(trial.model_copy(update={"why_not": "it was slower"}))
                 break
-        self.hooks.modules.forget()
+        self.hooks.modules.outputs.clear()
 
     def _block(self, suspect: Suspect, removed: bool, steps: int, step_s: float) -> Course:
         """Seconds of a step in a block of them, the bytes that a step adds, and the steps."""
