@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import functools
+import contextlib
 import os
 import re
 import sys
@@ -87,8 +87,9 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
     session = Session(request, sandbox, report, end, lambda text: context.heartbeat(doing=text), peers)
     if request.one_rank:
         os.environ.update(ONE_RANK)
-    if request.dynamic:
-        torch.compile = functools.partial(_compile, torch.compile)
+    if request.dynamic:  # whatever the script asks for
+        compile_as_asked: Any = torch.compile
+        torch.compile = lambda *args, **kwargs: compile_as_asked(*args, **kwargs | {"dynamic": True})
     session.hooks.install()
     if request.nproc > 1:
         session.hooks.collectives.install()
@@ -102,19 +103,13 @@ def run_script(context: RankContext, request: Request, function: Callable[[], An
     if raised is None or isinstance(raised, SystemExit) and raised.code in (None, 0):
         session.finish()
         context.leave(LAST_WAIT_S)
-    elif isinstance(raised, SystemExit):
-        if not isinstance(raised.code, int):
-            print(raised.code, file=sys.stderr)
-        error = f"exit code {_code(raised)}"
-        session.keep(how="raised", error=error, offline=_is_offline(raised), raised_at=time.monotonic())
     else:
-        session.keep(
-            how="raised",
-            error=_describe(raised),
-            line=_line_of(raised),
-            offline=_is_offline(raised),
-            raised_at=time.monotonic(),
-        )
+        error, line = _describe(raised), _line_of(raised)
+        if isinstance(raised, SystemExit):
+            if not isinstance(raised.code, int):
+                print(raised.code, file=sys.stderr)
+            error, line = f"exit code {_code(raised)}", None
+        session.keep(how="raised", error=error, line=line, offline=_is_offline(raised), raised_at=time.monotonic())
     _flush()
     failed = session.answer.how == "raised" and request.nproc > 1  # so that the other ranks are ended
     os._exit(int(failed))  # what the script has registered for its end is of no use here
@@ -141,12 +136,11 @@ def _run(request: Request, function: Callable[[], Any] | None) -> BaseException 
 
 def _leave_fork(raised: BaseException | None) -> None:
     """Ends it as Python does."""
-    status = 0
+    status = int(raised is not None)
     if isinstance(raised, SystemExit):
         status = 0 if raised.code is None else int(_code(raised))
     elif raised is not None:
         traceback.print_exception(raised)
-        status = 1
     _flush()
     os._exit(status)
 
@@ -193,11 +187,6 @@ def _changed_threads(before: Mapping[str, str]) -> tuple[str, int]:
     return "", 0
 
 
-def _compile(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """torch.compile with dynamic=True, whatever the script asks for."""
-    return function(*args, **kwargs | {"dynamic": True})
-
-
 def _caches(sandbox: str) -> tuple[str, ...]:
     """Caches of compiled code, which stay: the user's own where there is one, else one beside torch's."""
     inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR", sandbox)
@@ -206,20 +195,16 @@ def _caches(sandbox: str) -> tuple[str, ...]:
         place = os.environ.get(variable) or os.path.expanduser(usual)
         if variable not in os.environ and not os.path.isdir(place):
             place = os.path.join(inductor, variable.lower())
-        try:
+        with contextlib.suppress(OSError):
             os.makedirs(place, exist_ok=True)
-        except OSError:
-            continue
-        os.environ[variable] = place
+            os.environ[variable] = place
     return (inductor, *(os.environ[variable] for variable in CACHES if variable in os.environ))
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(Exception):
             stream.flush()
-        except Exception:
-            pass
 
 
 def _code(stop: SystemExit) -> str:
@@ -227,10 +212,9 @@ def _code(stop: SystemExit) -> str:
 
 
 def _text_of(error: BaseException) -> str:
-    try:
+    with contextlib.suppress(Exception):
         return str(error).strip()
-    except Exception:
-        return ""
+    return ""
 
 
 def _describe(error: BaseException) -> str:
