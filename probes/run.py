@@ -267,7 +267,7 @@ def _measure(
         total_deadline_s=3 * measure_s + 90,  # a first CUDA context can take tens of seconds
         memory_limit_bytes=host_limit_bytes(profile.host),
     )
-    report = run_again(zygote, task, on_progress=_progress_reporter(on_progress)).report
+    report = run_again(zygote, task, on_progress=progress_reporter(on_progress)).report
     result = report.ranks[0].result if report.ranks else None
     measured = [Measured.model_validate(item) for item in result or ()]
     if not measured:
@@ -317,7 +317,8 @@ def _came_to_their_end(measured: Sequence[Measured], profile: HardwareProfile, k
     return len(measured) == sum(d.type == kind for d in profile.devices) and all(m.complete for m in measured)
 
 
-def _progress_reporter(on_progress: Callable[[str], None] | None) -> Callable[[Any], None] | None:
+def progress_reporter(on_progress: Callable[[str], None] | None) -> Callable[[Any], None] | None:
+    """For `Zygote.run`: tells what the first rank does, each time that it changes."""
     if on_progress is None:
         return None
     last = ""

@@ -19,7 +19,8 @@ from autoplan.planner.diagnose.records import Answer, Diagnosis, Request, Suspec
 from autoplan.planner.diagnose.sandbox import FILES, GONE
 from autoplan.planner.diagnose.session import compiles_again
 from autoplan.planner.diagnose.suspects import find_suspects, tried_words
-from autoplan.processes import Ended, ProcessReport, Progress, Task, Zygote, folder_prefix, limit_hit
+from autoplan.probes.run import progress_reporter, read_host_profile
+from autoplan.processes import Ended, ProcessReport, Task, Zygote, folder_prefix, limit_hit
 from autoplan.processes.cause import hanging_frame
 from autoplan.units import format_seconds, parse_duration_s, parse_memory_bytes
 
@@ -61,10 +62,6 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 UNEVEN_MEND = "Give each rank as many batches: DistributedSampler(..., drop_last=True), or with model.join()."
 
 
-def _say_nothing(text: str) -> None:
-    pass
-
-
 def diagnose(
     what: str | Path | Callable[[], object] | Any,
     arguments: Sequence[str] = (),
@@ -74,7 +71,7 @@ def diagnose(
     nproc: int = 1,
     memory_limit: str | int | None = None,
     trace: str | Path | None = None,
-    on_progress: Callable[[str], None] = _say_nothing,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> Diagnosis:
     """Finds what makes a training slow, by removing each suspected cause and measuring whole steps.
 
@@ -189,8 +186,6 @@ def _keep(trace: Path, place: Path) -> list[str]:
 
 
 def _limit_bytes(given: str | int | None) -> int:
-    from autoplan.probes.run import read_host_profile
-
     limit = MEMORY_SHARE if given is None else parse_memory_bytes(given)
     if isinstance(limit, int):
         return limit
@@ -213,7 +208,6 @@ class _Runs:
         self.zygote, self.request, self.function, self.name = zygote, request, function, name
         self.limit_bytes, self.on_progress = limit_bytes, on_progress
         self.notes: list[str] = []
-        self._said = ""
 
     def go(self) -> Answer:
         """Runs the script until the answer is whole, or nothing more comes."""
@@ -275,7 +269,9 @@ class _Runs:
             total_deadline_s=budget_s + GRACE_S,
             memory_limit_bytes=self.limit_bytes,
         )
-        return self.zygote.run(task, on_progress=self._tell)
+        return self.zygote.run(
+            task, on_progress=progress_reporter(lambda doing: self.on_progress(f"{self.name}: {doing}"))
+        )
 
     def _add_notes(self, report: ProcessReport, found: Answer) -> None:
         """What the process did otherwise than the script says, and what the kernel refused."""
@@ -287,12 +283,6 @@ class _Runs:
                 "write outside of its folder"
             )
         self.notes += [note for note in notes if note not in self.notes]
-
-    def _tell(self, progress: Progress) -> None:
-        facts = progress.facts[0] if progress.facts else {}
-        if facts.get("doing", self._said) != self._said:
-            self._said = facts["doing"]
-            self.on_progress(f"{self.name}: {facts['doing']}")
 
     def _goes_on(self, report: ProcessReport, found: Answer, progress: int) -> bool:
         """Whether the script is run again: without what it failed with, or for what is left to measure."""
@@ -367,19 +357,14 @@ class _Runs:
         if found.offline:
             return OFFLINE_MEND
         if MODULE_TEXT in (found.error or ""):
-            return (
-                f"It is a part of a package. Run it as a module: autoplan doctor -m {_module_of(self.request.script)}."
-            )
+            file = Path(os.path.relpath(self.request.script or ""))
+            module = ".".join(file.with_suffix("").parts)
+            return f"It is a part of a package. Run it as a module: autoplan doctor -m {module}."
         if found.restricted and any(map(DENIED.search, (found.error or "", *tail))):
             return DENIED_MEND
         if self.request.one_rank:
             return "It was run as its only rank. Give it more: --nproc 2."
         return f"{TRAINS}: python, its name and its arguments."
-
-
-def _module_of(script: str | None) -> str:
-    """The name of a file's module, from the current folder: `package.train`."""
-    return ".".join(Path(os.path.relpath(script or "")).with_suffix("").parts)
 
 
 def _read_answer(report: ProcessReport) -> Answer:
