@@ -101,6 +101,10 @@ WHAT: Mapping[str, str] = {
     "attention": "attention is written in single operations",
     "two_backwards": "backward runs again over a graph that it went over before",
     "unused_rows": "the optimizer goes over rows of embeddings that the batch did not use",
+    "sync": "tensors are read on the host in the steps",
+    "loop": "the loop's own code takes time in each step",
+    "throttled": "the limit on CPU time of the container stops the training",
+    "copy": "the host waits for copies to the device",
 }
 
 MEND: Mapping[str, str] = {
@@ -126,6 +130,10 @@ MEND: Mapping[str, str] = {
     "two_backwards": "one backward of the sum of the losses, without retain_graph=True; if their gradients are "
     "only added",
     "bf16": "run forward and loss in torch.autocast(device, torch.bfloat16); Trainer: bf16=True. Compare the losses",
+    "sync": "keep it as a tensor (detach()), and read it once every N steps",
+    "loop": "do it once before the loop, every N steps, or in a Dataset with DataLoader workers",
+    "throttled": "raise the container's limit, or use fewer threads and workers",
+    "copy": "DataLoader(..., pin_memory=True) and tensor.to(device, non_blocking=True)",
 }
 
 
@@ -349,7 +357,7 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
                 continue
             tried = any(one.suspect.switch == "workers" and one.pairs for one in answer.trials)
             mend = MEND.get("freeze" if switch == "gc" else switch) or _mend_of_samples(loader, tried)
-            yield _estimate(switch, WHAT[switch], _part_words(seen, part), mend, own.share, own.line)
+            yield _estimate(switch, _part_words(seen, part), own.share, own.line, mend)
     yield from _untried(answer, seen, failed)
     loop, most = seen.part("loop"), _waits_at_most(answer, seen)
     read_s, many = sum(one.seconds for one in facts.syncs), MANY_CALLS if facts.device == "cpu" else 0
@@ -359,8 +367,7 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
     if share >= LEAST_ESTIMATE:
         one = facts.syncs[0]
         said = f"{one.calls:,.0f} calls in a step, {format_seconds(read_s)} with what is around them"
-        mend = "keep it as a tensor (detach()), and read it once every N steps"
-        yield _estimate("sync", "tensors are read on the host in the steps", said, mend, share, one.line)
+        yield _estimate("sync", said, share, one.line)
     if any(trial.suspect.switch == "profiler" for trial, _ in _with_gain(answer)):
         loop = None  # the time of its steps and of what it writes
     if loop is not None and loop.share - (facts.compile_s / seen.mean_s) < LEAST_ESTIMATE:
@@ -368,13 +375,11 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
     own_s = 0.0 if loop is None else loop.seconds - (read_s if most is None else 0.0)  # those wait for the GPU
     if loop is not None and (share := min(own_s / seen.mean_s, _or_all(most))) >= LEAST_ESTIMATE:
         said = f"{_part_words(seen, 'loop')} outside the loader, the model and the optimizer{_unknown(most)}"
-        mend = "do it once before the loop, every N steps, or in a Dataset with DataLoader workers"
-        yield _estimate("loop", "the loop's own code takes time in each step", said, mend, share, loop.line)
+        yield _estimate("loop", said, share, loop.line)
     if compiles_again(seen) and not any(trial.suspect.switch == "recompilation" for trial, _ in _with_gain(answer)):
         mend = "keep shapes, modes and Python numbers the same in all steps; TORCH_LOGS=recompiles names each guard"
-        share = min(0.99, facts.compile_s / seen.mean_s)
-        line = _recompiled_line(seen)
-        yield _estimate("recompilation", WHAT["recompilation"], _compile_words(seen), mend, share, line)
+        share = facts.compile_s / seen.mean_s
+        yield _estimate("recompilation", _compile_words(seen), share, _recompiled_line(seen), mend)
     yield from _of_graph(seen, {trial.suspect.switch for trial in tested})
     loops = [one for one in facts.repeated if one.share >= LEAST_LOOP]
     yield from (_small_operations(one, seen) for one in loops)
@@ -382,22 +387,10 @@ def _estimated(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iter
         yield from _idle(answer, seen)
     if facts.throttled >= LEAST_ESTIMATE:
         said = f"{facts.throttled:.0%} of the time this process stood still"
-        mend = "raise the container's limit, or use fewer threads and workers"
-        share = min(0.9, facts.throttled)
-        yield _estimate(
-            "throttled", "the limit on CPU time of the container stops the training", said, mend, share, None
-        )
+        yield _estimate("throttled", said, min(0.9, facts.throttled))
     copy = seen.part("copy")
     if copy is not None and (share := min(copy.share, _or_all(most))) >= LEAST_ESTIMATE:
-        mend = "DataLoader(..., pin_memory=True) and tensor.to(device, non_blocking=True)"
-        yield _estimate(
-            "copy",
-            "the host waits for copies to the device",
-            _part_words(seen, "copy") + _unknown(most),
-            mend,
-            share,
-            copy.line,
-        )
+        yield _estimate("copy", _part_words(seen, "copy") + _unknown(most), share, copy.line)
 
 
 def _of_graph(seen: Observation, tested: Collection[str]) -> Iterator[Finding]:
@@ -409,11 +402,10 @@ def _of_graph(seen: Observation, tested: Collection[str]) -> Iterator[Finding]:
             f"scores of {' x '.join(map(str, own.scores))}: {format_seconds(own.seconds)} a step; torch's own "
             f"attention takes {format_seconds(own.fused_s)} for these sizes here"
         )
-        yield _estimate("attention", WHAT["attention"], said, MEND["attention"], share, own.line)
+        yield _estimate("attention", said, share, own.line)
     share = facts.backward_again_s / seen.mean_s
     if share >= LEAST_ESTIMATE and "two_backwards" not in tested:
-        said = _again_words(seen)
-        yield _estimate("two_backwards", WHAT["two_backwards"], said, MEND["two_backwards"], share, facts.backward_line)
+        yield _estimate("two_backwards", _again_words(seen), share, facts.backward_line)
 
 
 def _again_words(seen: Observation) -> str:
@@ -435,7 +427,7 @@ def _untried(answer: Answer, seen: Observation, failed: Sequence[str]) -> Iterat
         if suspect.switch in SEEN and suspect.key not in {*known, *failed} and suspect.worth >= LEAST_LOOP:
             trial = SwitchTrial(suspect=suspect)
             said, mend = _evidence(trial, seen, None), _mend(trial, seen, False)
-            yield _estimate(suspect.switch, WHAT[suspect.switch], said, mend, suspect.worth, None)
+            yield _estimate(suspect.switch, said, suspect.worth, mend=mend)
 
 
 def _small_operations(found: Repeated, seen: Observation) -> Finding:
@@ -446,7 +438,7 @@ def _small_operations(found: Repeated, seen: Observation) -> Finding:
     said += "" if with_backward == share else f", up to {with_backward:.0%} with their backward"
     mend = LOOP_MENDS["optimizer" if found.part == "optimizer" else "model"]
     low, high = (1 / (1 - min(one, 0.99)) for one in (share, with_backward))
-    finding = _estimate("small_operations", WHAT["small_operations"], said, mend, share, found.line)
+    finding = _estimate("small_operations", said, share, found.line, mend)
     gain = Interval(median=(low * high) ** 0.5, low=low, high=high, samples=1)
     return finding.model_copy(update={"gain": gain})
 
@@ -474,7 +466,7 @@ def _idle(answer: Answer, seen: Observation) -> Iterator[Finding]:
     mend += 'mode="reduce-overhead" where shapes are fixed; '
     mend += f"{facts.optimizer}(..., fused=True); " if facts.can_fuse and seen.share("optimizer") >= LEAST_LOOP else ""
     mend += "more samples in a step, if memory allows"
-    yield _estimate("idle", WHAT["idle"], said, mend, share, None)
+    yield _estimate("idle", said, share, mend=mend)
 
 
 def _waits_at_most(answer: Answer, seen: Observation) -> float | None:
@@ -582,7 +574,8 @@ def _memory_notes(seen: Observation, graphs_are_found: bool) -> Iterator[str]:
             yield f"{one.name.partition('[')[0]} keeps {kind}{at}"
 
 
-def _estimate(cause: str, what: str, evidence: str, mend: str, share: float, line: str | None) -> Finding:
+def _estimate(cause: str, evidence: str, share: float, line: str | None = None, mend: str | None = None) -> Finding:
+    what, mend = WHAT[cause], mend or MEND[cause]
     gain = exactly(1 / (1 - min(share, 0.99)))
     return Finding(cause=cause, what=what, evidence=evidence, mend=mend, gain=gain, measured=False, line=line)
 

@@ -101,20 +101,7 @@ def _late(trial: SwitchTrial, answer: Answer) -> tuple[Finding, Part] | None:
         f"{format_seconds(statistics.median(usual))}; {format_seconds(seconds)} more in {PARTS[part]}"
     )
     gain = _gain(trial, [max(0.0, one - other) for one, other in zip(own, usual, strict=True)])
-    line = None
-    if answer.ranks:
-        line = next((one.line for one in answer.ranks[late].parts if one.part == part), None)
-    if usual_inputs and inputs[late] / usual_inputs >= LEAST_UNEVEN and part in WORK:
-        finding = Finding(
-            cause="uneven",
-            what=f"the batches of rank {late} are larger, and the others wait for it in each step",
-            evidence=f"{inputs[late] / usual_inputs:.1f} times as many elements as the others have; {evidence}",
-            mend="give each rank batches of one size: the same batch size, and lengths alike (sorted, or packed)",
-            gain=gain,
-            measured=False,
-            line=line,
-        )
-        return finding, part
+    own_part = answer.ranks[late].part(part) if answer.ranks else None
     finding = Finding(
         cause="straggler",
         what=f"rank {late} is slower than the others, which wait for it in each step",
@@ -122,8 +109,16 @@ def _late(trial: SwitchTrial, answer: Answer) -> tuple[Finding, Part] | None:
         mend=_mend(part, late),
         gain=gain,
         measured=False,
-        line=line,
+        line=None if own_part is None else own_part.line,
     )
+    if usual_inputs and inputs[late] / usual_inputs >= LEAST_UNEVEN and part in WORK:
+        uneven = {
+            "cause": "uneven",
+            "what": f"the batches of rank {late} are larger, and the others wait for it in each step",
+            "evidence": f"{inputs[late] / usual_inputs:.1f} times as many elements as the others have; {evidence}",
+            "mend": "give each rank batches of one size: the same batch size, and lengths alike (sorted, or packed)",
+        }
+        finding = finding.model_copy(update=uneven)
     return finding, part
 
 

@@ -20,7 +20,7 @@ import contextlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,11 +109,16 @@ def fp32_is_exact() -> bool:
 def _rate(operation: Operation, place: torch.device) -> float | None:
     """Work in a second; None where it does not run here."""
     with contextlib.suppress(RuntimeError, NotImplementedError):
-        sampler = Sampler(operation.build(), device=place, limit_s=SAMPLE_S)
-        while sampler.wants_more:
-            sampler.sample()
-        return operation.work / sampler.timing().seconds
+        return operation.work / _seconds(operation.build(), place)
     return None
+
+
+def _seconds(call: Callable[[], object], place: torch.device) -> float:
+    """Seconds that a call takes."""
+    sampler = Sampler(call, device=place, limit_s=SAMPLE_S)
+    while sampler.wants_more:
+        sampler.sample()
+    return sampler.timing().seconds
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,7 +173,9 @@ def read_operations(
         whole_s = max(busy_s, min(whole_s, plain_s))
     sums: dict[str, _Sum] = defaultdict(_Sum)
     for call, seconds in _timed_calls(events, on_device):
-        one = sums[call.kind or _kind_outside(str(call.event["name"]))]
+        name = str(call.event["name"])
+        compiled = "Compiled" in name or "triton" in name  # else, outside of any operation, a node of autograd
+        one = sums[call.kind or ("compiled" if compiled else "other")]
         one.seconds += seconds
         if call.kind is not None and not call.counted:
             _count(one, call)
@@ -217,11 +224,6 @@ def _busy_s(events: Sequence[Mapping[str, Any]]) -> float:
 def kind_of(name: str) -> str:
     """The kind of an operation by its name in a trace."""
     return next((kind for kind, pattern in KINDS if pattern.search(name)), "other")
-
-
-def _kind_outside(name: str) -> str:
-    """The kind of what is no operation itself: compiled code, or nodes of autograd."""
-    return "compiled" if "Compiled" in name or "triton" in name else "other"
 
 
 def _calls(events: Sequence[Mapping[str, Any]]) -> Iterator[_Call]:
@@ -481,10 +483,7 @@ def fused_attention_s(scores: Scores, device: str) -> float | None:
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout)
             torch.autograd.grad(out, (q, k, v), out.detach())
 
-        sampler = Sampler(run, device=place, limit_s=SAMPLE_S)
-        while sampler.wants_more:
-            sampler.sample()
-        return sampler.timing().seconds
+        return _seconds(run, place)
     return None
 
 

@@ -108,22 +108,16 @@ def _of_loader(seen: Observation) -> list[Suspect]:
     more = min(MOST_WORKERS, max(2, seen.facts.cores, 2 * loader.workers))
     found = []
     if not loader.iterable and more > loader.workers:
-        found += [workers_suspect(seen, more)]
+        found.append(workers_suspect(seen, more))
     worth = found[0].worth - 0.001 if found else share  # the mend goes before its bound
     cycle = _cycle(seen, "data")
-    first = cycle if loader.workers else 1  # the epoch whose workers run already
-    found += [
-        Suspect(switch="batches", part="data", worth=worth, cycle=cycle, settle=first, settle_back=made_ahead(loader))
-    ]
+    first, back = cycle if loader.workers else 1, made_ahead(loader)  # first: the epoch whose workers run already
+    found.append(Suspect(switch="batches", part="data", worth=worth, cycle=cycle, settle=first, settle_back=back))
     epoch = loader.epoch_steps
     if loader.workers and not loader.persistent and epoch and loader.start_s > LEAST_SHARE * seen.mean_s:
-        steps = math.ceil(epoch)
-        worth = min(share, loader.start_s / seen.mean_s)
+        steps, worth = math.ceil(epoch), min(share, loader.start_s / seen.mean_s) + 0.01
         both = 2 * steps
-        again = Suspect(
-            switch="persistent", part="data", worth=worth + 0.01, cycle=steps, settle=both, settle_back=both
-        )
-        found += [again]
+        found.append(Suspect(switch="persistent", part="data", worth=worth, cycle=steps, settle=both, settle_back=both))
     return found
 
 
@@ -155,18 +149,12 @@ def workers_suspect(seen: Observation, workers: int) -> Suspect:
 
 def _of_parts(seen: Observation) -> list[Suspect]:
     found = []
-    names: tuple[tuple[Part, str], ...] = (
-        ("saving", "saving"),
-        ("logging", "logging"),
-        ("evaluation", "evaluation"),
-        ("gc", "freeze"),
-        ("gc", "gc"),
-    )
     for one in seen.parts:
-        for part, switch in names:
-            if one.part == part and one.share >= LEAST_SHARE:
-                less = 0.001 if switch == "gc" else 0.0  # after the one that keeps a collector
-                found.append(Suspect(switch=switch, part=part, worth=one.share - less, cycle=_cycle(seen, part)))
+        if one.part in ("saving", "logging", "evaluation", "gc") and one.share >= LEAST_SHARE:
+            switch, cycle = "freeze" if one.part == "gc" else one.part, _cycle(seen, one.part)
+            found.append(Suspect(switch=switch, part=one.part, worth=one.share, cycle=cycle))
+            if one.part == "gc":  # after the one that keeps a collector
+                found.append(Suspect(switch="gc", part="gc", worth=one.share - 0.001, cycle=cycle))
     return found
 
 
@@ -200,16 +188,9 @@ def _of_process(seen: Observation) -> list[Suspect]:
     if again >= LEAST_SHARE and facts.exchange is None:
         found.append(Suspect(switch="two_backwards", part="backward", worth=again, settle=settle, settle_back=settle))
     if facts.profiled:
-        worth = facts.profiled * (work + seen.share("loop")) / 2
+        worth, cycle = facts.profiled * (work + seen.share("loop")) / 2, _cycle(seen, "loop")
         found.append(
-            Suspect(
-                switch="profiler",
-                part="loop",
-                worth=worth,
-                cycle=_cycle(seen, "loop"),
-                settle=settle,
-                settle_back=settle,
-            )
+            Suspect(switch="profiler", part="loop", worth=worth, cycle=cycle, settle=settle, settle_back=settle)
         )
     for switch, times in (("tf32", facts.tf32_gain), ("bf16", facts.bf16_gain)):
         if times is not None and times >= LEAST_BF16:
