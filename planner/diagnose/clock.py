@@ -223,7 +223,6 @@ class LineCounter:
         self.counts: dict[str, int] = {}
         self._by_object: dict[tuple[str, int, int], int] = defaultdict(int)
         self._frames: list[Any] = []
-        self._is_on = False
 
     def start(self) -> None:
         """Begins to count in this thread, also in the functions that run already; not under a debugger."""
@@ -235,14 +234,12 @@ class LineCounter:
                 frame.f_trace = self._line_function(frame)
                 self._frames.append(frame)
             frame = frame.f_back
-        self._is_on = True
         sys.settrace(self._call)
 
     def stop(self) -> None:
         """Ends it."""
-        if self._is_on:
+        if sys.gettrace() == self._call:
             sys.settrace(None)
-        self._is_on = False
         for frame in self._frames:
             frame.f_trace = None
         self._frames = []

@@ -125,9 +125,8 @@ class LoaderFacts(Record):
     workers: int
     persistent: bool
     iterable: bool
-    starts: float
-    """How often in a step an epoch begins; `start_s` are the seconds of a step until its first batch is there."""
     start_s: float
+    """Seconds of a step until the first batch of an epoch is there."""
     epoch_steps: float | None
     remade: bool = False
     """Whether the script makes the loader anew for each epoch."""
@@ -333,7 +332,6 @@ class Request(Record):
     arguments: tuple[str, ...] = ()
     budget_s: float
     sandbox: str
-    seed: int = 0
     without: tuple[str, ...] = ()
     """Keys of what is not to be removed: the script failed with it."""
     trials: tuple[SwitchTrial, ...] = ()
@@ -363,13 +361,12 @@ class Answer(Record):
     line: str | None = None
     offline: bool = False
     """The script failed since the Hugging Face Hub is offline."""
-    seconds: float = 0.0
     refused: tuple[str, ...] = ()
     """What the script wanted to write and could not."""
     notes: tuple[str, ...] = ()
+    """What else the process did otherwise than the script says."""
     restricted: bool = False
     """Whether the kernel refuses writes outside of the sandbox."""
-    """What else the process did otherwise than the script says."""
     raised_at: float | None = None
     """When the script failed (seconds of the clock that all processes share)."""
     rank: int | None = None

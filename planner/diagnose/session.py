@@ -149,7 +149,7 @@ class Session:
         self._began = time.monotonic()
         self._kept_s = 0.0
         self._steps = 0
-        self._random = random.Random(request.seed)
+        self._random = random.Random(0)
         self._meter = MemoryMeter()
         self._clock_is_open = False
         self._acted = False
@@ -185,11 +185,8 @@ class Session:
 
     def keep(self, **changed: Any) -> None:
         """Changes the answer, and writes it down."""
-        seconds = time.monotonic() - self._began
         refused = tuple(dict.fromkeys(self.sandbox.refused))
-        self.answer = self.answer.model_copy(
-            update={"steps": self._steps, "seconds": seconds, "refused": refused} | changed
-        )
+        self.answer = self.answer.model_copy(update={"steps": self._steps, "refused": refused} | changed)
         self._report(self.answer)
 
     # The course. Each `yield` waits for the end of a step.
@@ -221,20 +218,20 @@ class Session:
         if self.peers.agree(both is not None and both.key not in self.request.without):
             assert both is not None
             yield from self._try(both, seen, self.peers.agree(self.left_s) / 2)
-        tried = [one for one in self.answer.trials if one.suspect.switch != "graphs"]
-        opened = self.peers.agree([one.suspect.key for one in tried if is_open(one, len(tried))])
-        opened = [one.suspect for one in tried if one.suspect.key in opened]
-        for place, suspect in enumerate(opened):
-            yield from self._try(suspect, seen, self.peers.agree(self.left_s) / (len(opened) - place), MORE_PAIRS)
+        yield from self._try_again(is_open, seen, MORE_PAIRS)
         for suspect in wanted:
             if suspect.switch == "compile":
                 yield from self._try(suspect, seen, self.peers.agree(self.left_s))
         for most in (2 * PAIRS, MORE_PAIRS):
-            tried = [one for one in self.answer.trials if one.suspect.switch != "graphs"]
-            rough = self.peers.agree([one.suspect.key for one in tried if is_rough(one, len(tried))])
-            told = [one.suspect for one in tried if one.suspect.key in rough]
-            for place, suspect in enumerate(told):
-                yield from self._try(suspect, seen, self.peers.agree(self.left_s) / (len(told) - place), most)
+            yield from self._try_again(is_rough, seen, most)
+
+    def _try_again(self, tells_more: Callable[[SwitchTrial, int], bool], seen: Observation, most: int) -> Course:
+        """More pairs for what was tried, where they may tell more."""
+        tried = [one for one in self.answer.trials if one.suspect.switch != "graphs"]
+        keys = self.peers.agree([one.suspect.key for one in tried if tells_more(one, len(tried))])
+        again = [one.suspect for one in tried if one.suspect.key in keys]
+        for place, suspect in enumerate(again):
+            yield from self._try(suspect, seen, self.peers.agree(self.left_s) / (len(again) - place), most)
 
     def _of_all_ranks(self, seen: Observation) -> Observation:
         """What the rank showed that the others wait for; its causes are those that are removed, in all ranks."""
@@ -339,7 +336,6 @@ class Session:
                 workers=loader.num_workers,
                 persistent=bool(loader.persistent_workers),
                 iterable=isinstance(loader.dataset, torch.utils.data.IterableDataset),
-                starts=loaders.starts / steps,
                 start_s=loaders.start_s / steps,
                 epoch_steps=steps / loaders.starts if loaders.starts else None,
                 remade=loaders.remade,

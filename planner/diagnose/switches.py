@@ -130,10 +130,6 @@ def _foreach(hooks: Hooks, setting: int) -> Undo:
     return undo
 
 
-def _has_tf32() -> bool:
-    return not fp32_is_exact()
-
-
 def _every_group(hooks: Hooks, name: str) -> bool:
     return hooks.anchor is not None and all(group.get(name) for group in hooks.anchor.param_groups)
 
@@ -314,23 +310,18 @@ STILL_AWAY: dict[str, Callable[[Hooks, int], bool]] = {
     "threads": lambda hooks, setting: torch.get_num_threads() == setting,
     "fused": lambda hooks, _: _every_group(hooks, "fused"),
     "foreach": lambda hooks, _: _every_group(hooks, "foreach"),
-    "tf32": lambda hooks, _: _has_tf32(),
-    "together": lambda hooks, _: _has_tf32() and (_every_group(hooks, "fused") or _every_group(hooks, "foreach")),
+    "tf32": lambda hooks, _: not fp32_is_exact(),
+    "together": lambda hooks, _: not fp32_is_exact() and any(_every_group(hooks, one) for one in ("fused", "foreach")),
     "needless_gradients": lambda hooks, _: hooks.clock.acted > 0 and not hooks.needless(),
     "anomaly": lambda hooks, _: not hooks.modules.anomaly,
     "profiler": lambda hooks, _: not torch._C._autograd._profiler_enabled(),
-    "float64": lambda hooks, _: hooks.modules.single and not _has_double(hooks.anchor),
+    "float64": lambda hooks, _: hooks.modules.single and not any(map(_is_double, hooks.trained())),
     "unused_rows": lambda hooks, _: bool(hooks.left_out),
     "compile": _is_compiled,
     "graphs": lambda hooks, _: bool(hooks.kept),
 }
 """By name: whether a cause is still away, where that is a state. Of the others `Clock.acted` counts what was left out.
 """
-
-
-def _has_double(optimizer: torch.optim.Optimizer | None) -> bool:
-    groups = optimizer.param_groups if optimizer is not None else []
-    return any(one.dtype == torch.float64 for group in groups for one in group["params"])
 
 
 def can_fuse(optimizer: Any) -> bool:

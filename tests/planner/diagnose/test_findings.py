@@ -41,7 +41,7 @@ STEP = Interval(median=0.1, low=0.1, high=0.1, samples=20)
 def observation(*, workers: int = 0, needless: tuple[str, ...] = ()) -> Observation:
     """Steps of 100 ms that wait 60 ms for the loader."""
     loader = LoaderFacts(
-        workers=workers, persistent=True, iterable=False, starts=0, start_s=0, epoch_steps=None, make_line="train.py:9"
+        workers=workers, persistent=True, iterable=False, start_s=0, epoch_steps=None, make_line="train.py:9"
     )
     seconds = {"data": 0.06, "backward": 0.04}
     return Observation(
@@ -279,7 +279,7 @@ def test_what_the_host_waits_for_costs_a_gpu_no_more_than_the_time_in_which_it_i
 def test_a_gpu_that_idles_for_batches_of_workers_gains_nothing_by_fewer_reads() -> None:
     def causes(workers: int) -> set[str]:
         seen = on_a_gpu(0.5, data_s=0.06)
-        loader = LoaderFacts(workers=workers, persistent=True, iterable=True, starts=0, start_s=0, epoch_steps=None)
+        loader = LoaderFacts(workers=workers, persistent=True, iterable=True, start_s=0, epoch_steps=None)
         syncs = (SyncLine(line="train.py:9", calls=1, seconds=0.03),)
         changed = {"syncs": syncs, "bf16_gain": None, "tf32_gain": None, "can_fuse": False, "loader": loader}
         facts = seen.facts.model_copy(update=changed)
