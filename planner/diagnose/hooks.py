@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import functools
 import gc
+import inspect
 import itertools
 import logging
 import os
@@ -330,11 +331,14 @@ class Hooks:
         return checkpoint
 
     def _backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
         def counted(*args: Any, **kwargs: Any) -> Any:
             """The backward; one inside of another (of reentrant checkpointing) is a part of that."""
             if self._inside_backward or not self.clock.here:
                 return function(*args, **kwargs)
-            if self._is_again(*args, **kwargs):
+            given = signature.bind(*args, **kwargs).arguments
+            if self._is_again(given):
                 return None
             self._inside_backward = True
             began = time.perf_counter()
@@ -343,7 +347,7 @@ class Hooks:
             finally:
                 self._inside_backward = False
                 with contextlib.suppress(Exception):  # no error of ours in the user's backward
-                    self._note_retained(time.perf_counter() - began, *args, **kwargs)
+                    self._note_retained(time.perf_counter() - began, given)
 
         timed = self.clock.region(counted, "backward", skip=False)
 
@@ -367,28 +371,16 @@ class Hooks:
             self.modules.end_step()
             self.on_step()
 
-    def _is_again(
-        self, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, *_: Any, **__: Any
-    ) -> bool:
+    def _is_again(self, given: Mapping[str, Any]) -> bool:
         """Whether a backward is left out: one over a graph that was gone over before."""
         shared = self._shared.get(users_line(sys._getframe(2)), 0.0)
         if not (self.leaves_out_again and self._keeps_graph and shared >= LEAST_SHARED):
             return False
         self.clock.acted += 1
-        self._keeps_graph = bool(retain_graph)
+        self._keeps_graph = bool(given.get("retain_graph"))
         return True
 
-    def _note_retained(
-        self,
-        seconds: float,
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        *_: Any,
-        inputs: Any = None,
-        **__: Any,
-    ) -> None:
+    def _note_retained(self, seconds: float, given: Mapping[str, Any]) -> None:
         """Whether a backward went over nodes of one before it, whose graph was kept: both could be one.
 
         Graphs are gone over for the first few pairs alone; later ones share what those of their line did.
@@ -396,14 +388,15 @@ class Hooks:
         line = users_line(sys._getframe(4))
         if self._keeps_graph:
             if line not in self._shared:
-                own = graph_of(tensors)
+                own = graph_of(given["tensors"])
                 self._shared[line] = len(own & self._retained) / max(1, len(own))
             if self._shared[line] >= LEAST_SHARED:
                 self.again_s += self._shared[line] * seconds
                 self.clock.note_line("backward_again", seconds, depth=5)
-        kept, self._keeps_graph = self._keeps_graph, bool(retain_graph) and not create_graph and inputs is None
+        whole = not given.get("create_graph") and given.get("inputs") is None
+        kept, self._keeps_graph = self._keeps_graph, bool(given.get("retain_graph")) and whole
         if self._keeps_graph and not kept:
-            self._retained = graph_of(tensors) if self._walks < MOST_WALKS else set()
+            self._retained = graph_of(given["tensors"]) if self._walks < MOST_WALKS else set()
             self._walks += 1
 
     @contextlib.contextmanager
@@ -704,23 +697,21 @@ class LoaderHooks:
         def fetched(fetcher: Any, index: Any) -> Any:
             if not self.clock.here or self.loader is None or fetcher.dataset is not self.loader.dataset:
                 return function(fetcher, index)
-            collate, began = fetcher.collate_fn, time.perf_counter()
-            inside = [0.0]
+            collate = fetcher.collate_fn
+            began = made = time.perf_counter()
 
-            def timed(samples: Any) -> Any:
-                started = time.perf_counter()
-                try:
-                    return collate(samples)
-                finally:
-                    inside[0] = time.perf_counter() - started
+            def collated(samples: Any) -> Any:
+                nonlocal made
+                made = time.perf_counter()
+                return collate(samples)
 
-            fetcher.collate_fn = timed
+            fetcher.collate_fn = collated
             try:
                 return function(fetcher, index)
             finally:
                 fetcher.collate_fn = collate
-                self.collate_s += inside[0]
-                self.make_s += time.perf_counter() - began - inside[0]
+                self.make_s += made - began
+                self.collate_s += time.perf_counter() - made
 
         return fetched
 
