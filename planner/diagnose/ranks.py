@@ -103,15 +103,14 @@ class CollectiveHooks:
             setattr(dist, name, self.clock.region(getattr(dist, name), "communication", skip=False))
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        timed = self.clock.region(function, "communication", skip=False)
+        def left_out(*args: Any, **kwargs: Any) -> _Done | None:
+            return _Done() if kwargs.get("async_op") else None
+
+        timed = self.clock.region(function, "communication", instead=left_out)
 
         @functools.wraps(function)
         def exchange(*args: Any, **kwargs: Any) -> Any:
-            if self.clock.here:
-                self.calls += 1
-                if "communication" in self.clock.skipped:
-                    self.clock.acted += 1
-                    return _Done() if kwargs.get("async_op") else None
+            self.calls += self.clock.here
             return timed(*args, **kwargs)
 
         return exchange

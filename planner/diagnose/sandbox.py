@@ -401,9 +401,8 @@ class Sandbox:
     def _reads(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def read(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._busy or kwargs.get("dir_fd") is not None:
-                return function(path, *args, **kwargs)
-            return function(self.seen(path), *args, **kwargs)
+            path = path if kwargs.get("dir_fd") is not None else self.seen(path)
+            return function(path, *args, **kwargs)
 
         return read
 
