@@ -27,18 +27,6 @@ KEEPS = frozenset({"data", "saving", "logging", "evaluation"})
 """Parts that keep what happens inside them."""
 
 
-_forks = 0
-"""How many forks lie between the first process and this one."""
-
-
-def _note_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_note_fork)
-
-
 @dataclass(kw_only=True, slots=True)
 class Step:
     """One step: from the end of an optimizer step to the end of the next."""
@@ -70,14 +58,14 @@ class Clock:
     _mark: float = 0.0
     _began: float = 0.0
     _thread: int = field(default_factory=threading.get_ident)
-    _forks: int = field(default_factory=lambda: _forks)
+    _process: int = field(default_factory=os.getpid)
     _evaluated: tuple[float, dict[Part, float]] | None = None
     _evaluation: tuple[float, dict[Part, float]] | None = None
 
     @property
     def here(self) -> bool:
         """Whether this is the thread of the script, and no process that it has forked."""
-        return threading.get_ident() == self._thread and _forks == self._forks
+        return threading.get_ident() == self._thread and os.getpid() == self._process
 
     @property
     def current(self) -> Part:
@@ -174,13 +162,13 @@ class Clock:
         self._mark = now
 
 
-_users: dict[str, bool] = {}
+_is_users = functools.cache(is_users_file)
 
 
 def users_line(frame: Any) -> str | None:
     """The innermost line of the user's own code, as `train.py:12`: no text of it and no values."""
     while frame is not None:
-        if _is_users(frame):
+        if _is_users(frame.f_code.co_filename):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return None
@@ -194,7 +182,7 @@ def stack_of(frame: Any) -> tuple[str, ...]:
     own: list[str] = []
     inside: str | None = None
     while frame is not None and len(own) < MOST_FRAMES:
-        if _is_users(frame):
+        if _is_users(frame.f_code.co_filename):
             own.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}")
         elif not own and inside is None:
             module = str(frame.f_globals.get("__name__"))
@@ -202,14 +190,6 @@ def stack_of(frame: Any) -> tuple[str, ...]:
                 inside = f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back
     return (*reversed(own), *([inside] if own and inside else []))
-
-
-def _is_users(frame: Any) -> bool:
-    file = frame.f_code.co_filename
-    mine = _users.get(file)
-    if mine is None:
-        mine = _users[file] = is_users_file(file)
-    return mine
 
 
 class LineCounter:
@@ -230,7 +210,7 @@ class LineCounter:
             return
         frame: Any = sys._getframe(1)
         while frame is not None:
-            if _is_users(frame):
+            if _is_users(frame.f_code.co_filename):
                 frame.f_trace = self._line_function(frame)
                 self._frames.append(frame)
             frame = frame.f_back
@@ -248,7 +228,7 @@ class LineCounter:
             self.counts[name] = max(self.counts.get(name, 0), count)
 
     def _call(self, frame: Any, event: str, argument: Any) -> Any:
-        return self._line_function(frame) if _is_users(frame) else None
+        return self._line_function(frame) if _is_users(frame.f_code.co_filename) else None
 
     def _line_function(self, frame: Any) -> Any:
         file, owner = frame.f_code.co_filename, id(frame.f_locals.get("self"))
