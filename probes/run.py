@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan.errors import DeviceError, UsageError
+from autoplan.probes import catalog
 from autoplan.probes.gpu import read_gpus
 from autoplan.probes.host import read_cpu_device, read_host, read_last_level_cache_bytes
 from autoplan.probes.merge import (
@@ -127,7 +128,12 @@ def run_probes(
     ranks = 1 if brief else collective_ranks or default_ranks(profile, kind)
     cached, problem = load_cached(path)
     if not fresh and cached is not None and cached.probed_s >= budget_s:
-        return _from_cache(zygote, profile, cached, path, kind, ranks, on_progress)
+        kept = refresh(profile, cached, path)
+        if ranks > most_ranks(kept):
+            with _own_or_given(zygote) as running:
+                kept = with_collectives(running, kept, kind, ranks, on_progress)
+            save_cached(path, kept)
+        return kept
     if problem is not None and not fresh:
         profile = _with_notes(profile, [problem])
     with _own_or_given(zygote) as running:
@@ -155,25 +161,6 @@ def run_probes(
         return profile  # the cache has better ones, or a later call measures what is missing, and more
     problem = save_cached(path, profile)
     return profile if problem is None else _with_notes(profile, [problem])
-
-
-def _from_cache(
-    zygote: Zygote | None,
-    profile: HardwareProfile,
-    cached: HardwareProfile,
-    path: Path,
-    kind: str,
-    ranks: int,
-    on_progress: Callable[[str], None] | None,
-) -> HardwareProfile:
-    """The cached profile with what is read now; collectives over more ranks than it has are measured and added."""
-    kept = refresh(profile, cached, path)
-    if ranks <= most_ranks(kept):
-        return kept
-    with _own_or_given(zygote) as running:
-        kept = with_collectives(running, kept, kind, ranks, on_progress)
-    save_cached(path, kept)
-    return kept
 
 
 def default_budget_s(kind: str) -> float:
@@ -280,14 +267,23 @@ def _measure(
 
 
 def make_request(profile: HardwareProfile, device: Device, budget_s: float, *, brief: bool = False) -> ProbeRequest:
-    """What a rank is asked for to measure a device of this machine."""
+    """What a rank is asked for to measure a device of this machine.
+
+    Tensors take a quarter of the host's free memory at the most; of a GPU, the rank asks what is free.
+    """
+    limit_bytes, cache_bytes = None, None
+    if device.type == "cpu":
+        available = device.memory_available_bytes.value
+        limit_bytes, cache_bytes = 0.25 * available if available else None, read_last_level_cache_bytes()
+    elif (sheet := catalog.find(device.name)) is not None and sheet.last_level_cache_bytes is not None:
+        cache_bytes = int(sheet.last_level_cache_bytes.value)
     return ProbeRequest(
         type=device.type,
         index=device.index,
         budget_s=budget_s,
         threads=choose_threads(profile.host),
-        memory_limit_bytes=_tensor_limit_bytes(device),
-        cache_bytes=_cache_bytes(device),
+        memory_limit_bytes=limit_bytes,
+        cache_bytes=cache_bytes,
         brief=brief,
     )
 
@@ -352,25 +348,6 @@ def _device_error(kind: str, report: ProcessReport) -> DeviceError:
         f"nothing could be measured on {kind}: {report.describe()}{last}",
         hint="check that `python -c \"import torch; torch.ones(1, device='" + kind + "')\"` works on this machine",
     )
-
-
-def _tensor_limit_bytes(device: Device) -> float | None:
-    """Bytes that tensors of the probes may take: a quarter of the host's free memory; for a GPU, the rank asks it."""
-    if device.type == "cuda":
-        return None
-    available = device.memory_available_bytes.value
-    return 0.25 * available if available else None
-
-
-def _cache_bytes(device: Device) -> int | None:
-    from autoplan.probes import catalog
-
-    if device.type == "cpu":
-        return read_last_level_cache_bytes()
-    sheet = catalog.find(device.name)
-    if sheet is None or sheet.last_level_cache_bytes is None:
-        return None
-    return int(sheet.last_level_cache_bytes.value)
 
 
 def _with_notes(profile: HardwareProfile, notes: Sequence[str]) -> HardwareProfile:
