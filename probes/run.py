@@ -271,7 +271,8 @@ def make_request(profile: HardwareProfile, device: Device, budget_s: float, *, b
 
     Tensors take a quarter of the host's free memory at the most; of a GPU, the rank asks what is free.
     """
-    limit_bytes, cache_bytes = None, None
+    limit_bytes: float | None = None
+    cache_bytes: int | None = None
     if device.type == "cpu":
         available = device.memory_available_bytes.value
         limit_bytes, cache_bytes = 0.25 * available if available else None, read_last_level_cache_bytes()

@@ -162,6 +162,17 @@ class Clock:
         self._mark = now
 
 
+def telling(function: Callable[..., Any], tell: Callable[..., object]) -> Callable[..., Any]:
+    """The function, of whose arguments `tell` is told before it runs."""
+
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        tell(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return told
+
+
 _is_users = functools.cache(is_users_file)
 
 

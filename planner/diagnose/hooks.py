@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, dataloader
 from torch.utils.data._utils import fetch
 
-from autoplan.planner.diagnose.clock import Clock, users_line
+from autoplan.planner.diagnose.clock import Clock, telling, users_line
 from autoplan.planner.diagnose.memory import graph_of
 from autoplan.planner.diagnose.ranks import CollectiveHooks
 from autoplan.planner.diagnose.sandbox import Sandbox
@@ -249,13 +249,7 @@ class Hooks:
 
     def _zeroed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """After it gradients are taken by themselves: what was before is no backward of the same sum."""
-
-        @functools.wraps(function)
-        def zero_grad(*args: Any, **kwargs: Any) -> Any:
-            self._forget_graph()
-            return function(*args, **kwargs)
-
-        return zero_grad
+        return telling(function, lambda *args, **kwargs: self._forget_graph())
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1
@@ -404,23 +398,19 @@ class Hooks:
         """Notes the line and the shape of each softmax over several matrices, as in an attention, for a few steps."""
         owners: list[Any] = [torch, torch.Tensor]  # that of torch.nn.functional calls the tensor's
         before = [owner.softmax for owner in owners]
+
+        def note(*args: Any, **kwargs: Any) -> None:
+            of = kwargs.get("input", args[0] if args else None)
+            if self.clock.here and type(of) is torch.Tensor and of.dim() > 2:
+                self.clock.note_line(f"softmax {tuple(of.shape)}", 1.0)
+
         for owner in owners:
-            owner.softmax = self._softmax(owner.softmax)
+            owner.softmax = telling(owner.softmax, note)
         try:
             yield
         finally:
             for owner, function in zip(owners, before, strict=True):
                 owner.softmax = function
-
-    def _softmax(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def softmax(*args: Any, **kwargs: Any) -> Any:
-            of = kwargs.get("input", args[0] if args else None)
-            if self.clock.here and type(of) is torch.Tensor and of.dim() > 2:
-                self.clock.note_line(f"softmax {tuple(of.shape)}", 1.0)
-            return function(*args, **kwargs)
-
-        return softmax
 
     def _saves(self, function: Callable[..., Any], place: int) -> Callable[..., Any]:
         """A function that saves to a path; without saving something stands in for what it writes."""
@@ -428,11 +418,7 @@ class Hooks:
         def path_of(args: Any, kwargs: Any) -> Any:
             return args[place] if len(args) > place else next((kwargs[one] for one in _PATHS if one in kwargs), None)
 
-        @functools.wraps(function)
-        def save(*args: Any, **kwargs: Any) -> Any:
-            self.sandbox.note_save(path_of(args, kwargs))
-            return function(*args, **kwargs)
-
+        save = telling(function, lambda *args, **kwargs: self.sandbox.note_save(path_of(args, kwargs)))
         return self.clock.region(
             save, "saving", instead=lambda *args, **kwargs: self.sandbox.stand_in(path_of(args, kwargs))
         )
@@ -467,12 +453,7 @@ class Hooks:
         return read
 
     def _profiles(self, function: Callable[..., Any], state: str) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(profiler: Any, *args: Any, **kwargs: Any) -> Any:
-            self.profilers[profiler] = state
-            return function(profiler, *args, **kwargs)
-
-        return call
+        return telling(function, lambda profiler, *args, **kwargs: self.profilers.update({profiler: state}))
 
     def _copied(self, function: Callable[..., Any]) -> Callable[..., Any]:
         clock = self.clock

@@ -6,7 +6,6 @@ diagnosis go times and names of lines, through the store that torchrun would ser
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from autoplan.planner.diagnose.clock import Clock, Step
+from autoplan.planner.diagnose.clock import Clock, Step, telling
 from autoplan.planner.diagnose.records import Exchange, Observation, RankBlock
 
 if TYPE_CHECKING:
@@ -106,14 +105,10 @@ class CollectiveHooks:
         def left_out(*args: Any, **kwargs: Any) -> _Done | None:
             return _Done() if kwargs.get("async_op") else None
 
-        timed = self.clock.region(function, "communication", instead=left_out)
-
-        @functools.wraps(function)
-        def exchange(*args: Any, **kwargs: Any) -> Any:
+        def count(*args: Any, **kwargs: Any) -> None:
             self.calls += self.clock.here
-            return timed(*args, **kwargs)
 
-        return exchange
+        return telling(self.clock.region(function, "communication", instead=left_out), count)
 
     def facts(self, called: Sequence[torch.nn.Module], steps: int) -> Exchange | None:
         """What the ranks exchange in a step; None without a process group of several ranks."""
