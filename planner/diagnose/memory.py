@@ -70,11 +70,6 @@ class Named:
     value: Any
     size: int
 
-    @property
-    def key(self) -> tuple[str, str]:
-        """The same name at another step."""
-        return self.file, self.name
-
     def tensors(self, since: int) -> list[torch.Tensor]:
         """The tensors that came since the container had that length."""
         if isinstance(self.value, torch.Tensor):
@@ -88,6 +83,9 @@ def names_of_user(wanted: Sequence[str] | None = None) -> dict[tuple[str, str], 
 
     Args:
         wanted: Only these names; None: all.
+
+    Returns:
+        By file and name.
     """
     found: dict[tuple[str, str], Named] = {}
     frame = sys._getframe(1)
@@ -98,8 +96,7 @@ def names_of_user(wanted: Sequence[str] | None = None) -> dict[tuple[str, str], 
                 for path, one in _with_attributes(name, value):
                     size = _size(one) if wanted is None or path in wanted else None
                     if size is not None:
-                        named = Named(file=file, name=path, value=one, size=size)
-                        found.setdefault(named.key, named)
+                        found.setdefault((file, path), Named(file=file, name=path, value=one, size=size))
         frame = frame.f_back  # type: ignore[assignment]
     return found
 
@@ -170,11 +167,8 @@ def graph_of(tensors: Any, most: int = MOST_NODES) -> set[Any]:
 def _tensors_in(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth and isinstance(value, (list, tuple)):
-        for one in value[:100]:
-            yield from _tensors_in(one, depth - 1)
-    elif depth and isinstance(value, dict):
-        for one in value.values():
+    elif depth and isinstance(value, (list, tuple, dict)):
+        for one in value.values() if isinstance(value, dict) else value[:100]:
             yield from _tensors_in(one, depth - 1)
 
 

@@ -15,6 +15,7 @@ from autoplan.planner.diagnose.hooks import Hooks
 from autoplan.planner.diagnose.ranks import wrapped_models
 from autoplan.planner.diagnose.records import Suspect
 from autoplan.planner.diagnose.roofline import fp32_is_exact
+from autoplan.planner.trials.device_monitor import compiled_graphs
 
 Undo = Callable[[], object]
 
@@ -258,12 +259,6 @@ def _compile(hooks: Hooks, setting: int) -> Undo:
     return back
 
 
-def _is_compiled(hooks: Hooks, setting: int) -> bool:
-    from torch._dynamo.utils import counters
-
-    return bool(hooks.compiled) and counters["stats"]["unique_graphs"] > 0
-
-
 def _is_double(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float64
 
@@ -317,7 +312,7 @@ STILL_AWAY: dict[str, Callable[[Hooks, int], bool]] = {
     "profiler": lambda hooks, _: not torch._C._autograd._profiler_enabled(),
     "float64": lambda hooks, _: hooks.modules.single and not any(map(_is_double, hooks.trained())),
     "unused_rows": lambda hooks, _: bool(hooks.left_out),
-    "compile": _is_compiled,
+    "compile": lambda hooks, _: bool(hooks.compiled) and compiled_graphs() > 0,
     "graphs": lambda hooks, _: bool(hooks.kept),
 }
 """By name: whether a cause is still away, where that is a state. Of the others `Clock.acted` counts what was left out.
