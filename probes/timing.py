@@ -402,7 +402,10 @@ class CudaClock:
 
     def sample(self, call: Callable[[], object], calls: int = 1) -> float:
         """Seconds that so many calls take together."""
-        self._queue(HOST_FACTOR * self._host_s * calls)
+        lead, lead_s = _lead_work(self.device)
+        host_s = min(HOST_FACTOR * self._host_s * calls, MOST_LEAD_S)
+        for _ in range(1 + math.ceil(host_s / lead_s)):  # a little more than the host needs
+            lead.zero_()
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -413,12 +416,6 @@ class CudaClock:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1000.0  # elapsed_time is in milliseconds
-
-    def _queue(self, seconds: float) -> None:
-        """Queues work that takes the GPU at least so long, and a little more; not without end."""
-        lead, lead_s = _lead_work(self.device)
-        for _ in range(1 + math.ceil(min(seconds, MOST_LEAD_S) / lead_s)):
-            lead.zero_()
 
 
 @functools.cache

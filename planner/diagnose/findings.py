@@ -187,7 +187,8 @@ def _proved(answer: Answer, seen: Observation) -> Iterator[Finding]:
     _choose_of_both(gains)
     bound = next((gain_of(trial) for trial in _whole(answer) if trial.suspect.switch == "batches"), None)
     for switch, (trial, gain) in gains.items():
-        if switch in ("fused", "foreach") and not _is_worth_a_finding(gain, seen):
+        most = 1 / (1 - min(0.9, MOST_OF_PART * seen.share("optimizer")))
+        if switch in ("fused", "foreach") and (gain.median < LEAST_FUSED or gain.low > most):
             continue
         if switch == "evaluation" and gain.median < 1 / (1 - LEAST_EVALUATION):
             continue
@@ -200,12 +201,6 @@ def _proved(answer: Answer, seen: Observation) -> Iterator[Finding]:
             measured=True,
             line=_line(trial, seen),
         )
-
-
-def _is_worth_a_finding(gain: Interval, seen: Observation) -> bool:
-    """Whether a faster optimizer step gives enough, and no more than its part of the time can."""
-    most = 1 / (1 - min(0.9, MOST_OF_PART * seen.share("optimizer")))
-    return gain.median >= LEAST_FUSED and gain.low <= most
 
 
 def _choose_of_loader(gains: dict[str, tuple[SwitchTrial, Interval]]) -> None:

@@ -185,7 +185,12 @@ def line_that_grows(file: str, name: str) -> str | None:
 
     def grows(node: ast.AST) -> bool:
         if isinstance(node, ast.Call):
-            return isinstance(node.func, ast.Attribute) and node.func.attr in GROWS and _inside(node.func.value, is_it)
+            if not isinstance(node.func, ast.Attribute) or node.func.attr not in GROWS:
+                return False
+            owner = node.func.value
+            while isinstance(owner, ast.Subscript):  # `history["loss"].append(...)` adds to `history`
+                owner = owner.value
+            return is_it(owner)
         if isinstance(node, ast.AugAssign):
             return is_it(node.target)
         if isinstance(node, ast.Assign):
@@ -196,10 +201,3 @@ def line_that_grows(file: str, name: str) -> str | None:
 
     lines = [node.lineno for node in ast.walk(tree) if grows(node)]  # type: ignore[attr-defined]
     return f"{os.path.basename(file)}:{min(lines)}" if lines else None
-
-
-def _inside(node: ast.AST, is_it: Any) -> bool:
-    """Whether a name is this node or what it indexes: `history["loss"].append(...)` adds to `history`."""
-    while isinstance(node, ast.Subscript):
-        node = node.value
-    return bool(is_it(node))

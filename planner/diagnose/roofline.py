@@ -284,11 +284,9 @@ def _product(event: Mapping[str, Any]) -> tuple[float | None, float | None]:
     shapes, concrete = arguments.get("Input Dims", []), arguments.get("Concrete Inputs", [])
     try:
         match name.removesuffix("_"):
-            case "mm" | "bmm":
-                a, b = shapes[:2]
-                return 2.0 * math.prod(a) * b[-1], float(math.prod(a[:-1]) * b[-1])
-            case "addmm" | "baddbmm" | "_addmm_activation":
-                a, b = shapes[1:3]
+            case "mm" | "bmm" | "addmm" | "baddbmm" | "_addmm_activation":
+                first = int("add" in name)  # after what is added
+                a, b = shapes[first : first + 2]
                 return 2.0 * math.prod(a) * b[-1], float(math.prod(a[:-1]) * b[-1])
             case "mkldnn_linear" | "_linear_pointwise":
                 x, w = shapes[:2]

@@ -376,19 +376,15 @@ def _read_answer(report: ProcessReport) -> Answer:
     raised = [(one.raised_at or 0.0, rank) for rank, one in enumerate(answers) if one.how == "raised"]
     ended = [(one.steps, rank) for rank, one in enumerate(answers) if one.how == "ended"]
     others = [one for one in answers if one.how != "ended"]
-    if ended and others and all(one.how == "running" or _lost_a_peer(one) for one in others):
-        rank = min(ended)[1]  # the others wait for it, or fail for that
+    waits = [one.how == "running" or any(text in (one.error or "") for text in LOST_PEER) for one in others]
+    if ended and others and all(waits):  # for it, or they fail since it is gone
+        rank = min(ended)[1]
         return first.model_copy(update={"how": "ended", "rank": rank, "error": None, "steps": answers[rank].steps})
     if raised:
         rank = min(raised)[1]
         cause = {name: getattr(answers[rank], name) for name in ("error", "line", "offline", "active")}
         return first.model_copy(update={"how": "raised", "rank": rank, **cause})
     return first
-
-
-def _lost_a_peer(answer: Answer) -> bool:
-    """Whether a rank failed since another one was gone."""
-    return any(text in (answer.error or "") for text in LOST_PEER)
 
 
 def _uneven_end(found: Answer) -> str:

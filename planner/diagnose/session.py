@@ -458,7 +458,8 @@ class Session:
         wanted = most - len(trial.pairs)
         if wanted <= 0 or trial.why_not == NO_EFFECT or (trial.pairs and is_slower(trial)):
             return
-        steps = block_steps(suspect, seen.mean_s)
+        least = max(2, math.ceil(BLOCK_S / max(seen.mean_s, 1e-6)))
+        steps = math.ceil(least / suspect.cycle) * suspect.cycle
         pair_s = (2 * steps + suspect.settle + suspect.settle_back) * seen.mean_s
         left_s = self.peers.agree(self.left_s)
         first_s = COMPILES_S if suspect.switch == "compile" and not self.hooks.compiled else 0.0
@@ -527,12 +528,6 @@ class Session:
     def _note(self, trial: SwitchTrial) -> None:
         others = [one for one in self.answer.trials if one.suspect.key != trial.suspect.key]
         self.keep(trials=(*others, trial))
-
-
-def block_steps(suspect: Suspect, step_s: float) -> int:
-    """Steps of a block: whole cycles of what is removed, and BLOCK_S at the least."""
-    least = max(2, math.ceil(BLOCK_S / max(step_s, 1e-6)))
-    return math.ceil(least / suspect.cycle) * suspect.cycle
 
 
 def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler) -> Observation:

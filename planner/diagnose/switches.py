@@ -293,13 +293,11 @@ SWITCHES: dict[str, Callable[[Hooks, int], Undo]] = {
 """By name: what removes a cause, given the setting of the suspect."""
 
 
-def _has_stayed(hooks: Hooks, setting: int) -> bool:
-    """Whether workers stay between epochs: those of the script's loader, or of the one that takes its place."""
-    return hooks.clock.acted > 0 or getattr(hooks.loaders.loader, "_iterator", None) is not None
-
-
 STILL_AWAY: dict[str, Callable[[Hooks, int], bool]] = {
-    "persistent": _has_stayed,
+    # workers that stay between epochs: of the loader that takes the script's place, or of its own
+    "persistent": lambda hooks, _: (
+        hooks.clock.acted > 0 or getattr(hooks.loaders.loader, "_iterator", None) is not None
+    ),
     "gc": lambda hooks, _: hooks.collections == 0,
     "freeze": lambda hooks, _: gc.get_freeze_count() > 0,
     "threads": lambda hooks, setting: torch.get_num_threads() == setting,
