@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -74,17 +75,12 @@ def _threads(hooks: Hooks, setting: int) -> Undo:
 
 def _gc(hooks: Hooks, setting: int) -> Undo:
     """None by itself, and none that the script asks for with gc.collect()."""
-    was_on, collect = gc.isenabled(), gc.collect
-    gc.disable()
-    gc.collect = lambda *args, **kwargs: 0
-    hooks.collections = 0
-
-    def undo() -> None:
-        gc.collect = collect
-        if was_on:
-            gc.enable()
-
-    return undo
+    hooks.collections, undo = 0, ExitStack()
+    if gc.isenabled():
+        gc.disable()
+        undo.callback(gc.enable)
+    undo.callback(_set(gc, "collect", lambda *args, **kwargs: 0))
+    return undo.close
 
 
 def _freeze(hooks: Hooks, setting: int) -> Undo:
@@ -120,15 +116,11 @@ def _counting(optimizer: Any) -> list[dict[str, Any]]:
 def _foreach(hooks: Hooks, setting: int) -> Undo:
     """The step of the optimizer that marks the steps over lists of parameters, not one after another."""
     optimizer: Any = hooks.anchor
-    before = [{name: group[name] for name in ("fused", "foreach") if name in group} for group in optimizer.param_groups]
+    undo = ExitStack()
     for group in optimizer.param_groups:
+        undo.callback(group.update, {name: group[name] for name in ("fused", "foreach") if name in group})
         group["foreach"] = True
-
-    def undo() -> None:
-        for group, was in zip(optimizer.param_groups, before, strict=False):
-            group.update(was)
-
-    return undo
+    return undo.close
 
 
 def _every_group(hooks: Hooks, name: str) -> bool:
@@ -144,41 +136,27 @@ def _tf32(hooks: Hooks, setting: int) -> Undo:
 
 def _together(hooks: Hooks, setting: int) -> Undo:
     """TF32, and the fused step or the one over lists."""
-    first = _tf32(hooks, 0)
-    second = (_fused if can_fuse(hooks.anchor) else _foreach)(hooks, 0)
-
-    def undo() -> None:
-        second()
-        first()
-
-    return undo
+    undo = ExitStack()
+    undo.callback(_tf32(hooks, 0))
+    undo.callback((_fused if can_fuse(hooks.anchor) else _foreach)(hooks, 0))
+    return undo.close
 
 
 def _needless(hooks: Hooks, setting: int) -> Undo:
-    parameters = [one for group in hooks.needless().values() for one in group]
+    parameters, undo = [one for group in hooks.needless().values() for one in group], ExitStack()
     for one in parameters:
-        one.requires_grad_(False)
+        undo.callback(_set(one, "requires_grad", False))
     hooks.clock.acted = len(parameters)
-
-    def undo() -> None:
-        for one in parameters:
-            one.requires_grad_(True)
-
-    return undo
+    return undo.close
 
 
 def _anomaly(hooks: Hooks, setting: int) -> Undo:
     """Off, also where the script turns it on in each step."""
-    was, set_enabled = torch.is_anomaly_enabled(), torch.set_anomaly_enabled
-    hooks.modules.anomaly = False
-    set_enabled(False)
-    torch.set_anomaly_enabled = lambda *args, **kwargs: None
-
-    def undo() -> None:
-        torch.set_anomaly_enabled = set_enabled
-        set_enabled(was)
-
-    return undo
+    hooks.modules.anomaly, undo = False, ExitStack()
+    undo.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled())
+    torch.set_anomaly_enabled(False)
+    undo.callback(_set(torch, "set_anomaly_enabled", lambda *args, **kwargs: None))
+    return undo.close
 
 
 def _profiler(hooks: Hooks, setting: int) -> Undo:
@@ -204,19 +182,12 @@ def _profiler(hooks: Hooks, setting: int) -> Undo:
 
 def _communication(hooks: Hooks, setting: int) -> Undo:
     """No exchange: each rank goes on with its own gradients, as in `no_sync()`, and with its own tensors."""
-    wrapped = wrapped_models(list(hooks.modules.called))
+    wrapped, undo = wrapped_models(list(hooks.modules.called)), ExitStack()
     hooks.clock.acted = len(wrapped)
-    before = [one.require_backward_grad_sync for one in wrapped]
-    hooks.clock.skipped.add("communication")
+    undo.callback(_skip("communication")(hooks, setting))
     for one in wrapped:
-        one.require_backward_grad_sync = False
-
-    def undo() -> None:
-        hooks.clock.skipped.discard("communication")
-        for one, was in zip(wrapped, before, strict=True):
-            one.require_backward_grad_sync = was
-
-    return undo
+        undo.callback(_set(one, "require_backward_grad_sync", False))
+    return undo.close
 
 
 def _single(hooks: Hooks, setting: int) -> Undo:
@@ -243,20 +214,14 @@ def _compile(hooks: Hooks, setting: int) -> Undo:
     """The outermost modules, compiled the first time; what cannot be compiled runs as before."""
     from torch._dynamo import config
 
-    known = hooks.compiled
+    known, undo = hooks.compiled, ExitStack()
     for module in list(hooks.modules.called):
         if module not in known:
             module.compile()
-            known[module] = module._compiled_call_impl
-        module._compiled_call_impl = known[module]
-    undo = _set(config, "suppress_errors", True)
-
-    def back() -> None:
-        undo()
-        for module in known:
-            module._compiled_call_impl = None
-
-    return back
+            known[module], module._compiled_call_impl = module._compiled_call_impl, None
+        undo.callback(_set(module, "_compiled_call_impl", known[module]))
+    undo.callback(_set(config, "suppress_errors", True))
+    return undo.close
 
 
 def _is_double(value: Any) -> bool:
