@@ -397,20 +397,17 @@ class Hooks:
     def lines_of_softmax(self) -> Iterator[None]:
         """Notes the line and the shape of each softmax over several matrices, as in an attention, for a few steps."""
         owners: list[Any] = [torch, torch.Tensor]  # that of torch.nn.functional calls the tensor's
-        before = [owner.softmax for owner in owners]
 
         def note(*args: Any, **kwargs: Any) -> None:
             of = kwargs.get("input", args[0] if args else None)
             if self.clock.here and type(of) is torch.Tensor and of.dim() > 2:
                 self.clock.note_line(f"softmax {tuple(of.shape)}", 1.0)
 
-        for owner in owners:
-            owner.softmax = telling(owner.softmax, note)
-        try:
+        with contextlib.ExitStack() as put_back:
+            for owner in owners:
+                put_back.callback(setattr, owner, "softmax", owner.softmax)
+                owner.softmax = telling(owner.softmax, note)
             yield
-        finally:
-            for owner, function in zip(owners, before, strict=True):
-                owner.softmax = function
 
     def _saves(self, function: Callable[..., Any], place: int) -> Callable[..., Any]:
         """A function that saves to a path; without saving something stands in for what it writes."""

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -193,21 +194,17 @@ def _limit_bytes(given: str | int | None) -> int:
     return int(limit * (total or 2**40))
 
 
+@dataclass
 class _Runs:
     """The processes of one script, one after another, until all is measured or the budget is over."""
 
-    def __init__(
-        self,
-        zygote: Zygote,
-        request: Request,
-        function: Callable[[], object] | None,
-        name: str,
-        limit_bytes: int,
-        on_progress: Callable[[str], None],
-    ) -> None:
-        self.zygote, self.request, self.function, self.name = zygote, request, function, name
-        self.limit_bytes, self.on_progress = limit_bytes, on_progress
-        self.notes: list[str] = []
+    zygote: Zygote
+    request: Request
+    function: Callable[[], object] | None
+    name: str
+    limit_bytes: int
+    on_progress: Callable[[str], None]
+    notes: list[str] = field(default_factory=list)
 
     def go(self) -> Answer:
         """Runs the script until the answer is whole, or nothing more comes."""
