@@ -262,8 +262,7 @@ class Sandbox:
             **dict.fromkeys(("rename", "replace"), self._renames),
             **dict.fromkeys(_CHANGES, self._changes),
             **dict.fromkeys(_READS, self._reads),
-            "listdir": self._lists,
-            "scandir": self._scans,
+            **dict.fromkeys(("listdir", "scandir"), self._lists),
             "chdir": self._enters,
         }
 
@@ -409,23 +408,15 @@ class Sandbox:
     def _lists(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def listed(path: Any = ".") -> Any:
-            entries = self._entries("." if path is None else path)
-            if entries is None:
-                return function(path if isinstance(path, bytes) else self.seen(path))
-            return list(entries)
-
-        return listed
-
-    def _scans(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def scanned(path: Any = ".") -> Any:
             path = "." if path is None else path
             entries = self._entries(path)
             if entries is None:
                 return function(path if isinstance(path, bytes) else self.seen(path))
+            if function.__name__ == "listdir":
+                return list(entries)
             return _Scan(_Entry(entry, path) for entry in entries.values())
 
-        return scanned
+        return listed
 
     def _enters(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Changes into the folder that was there before; into the sandbox's where only the script has made one."""
