@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,9 +121,9 @@ class Clock:
             self._evaluation = now, dict(self._parts)
         self._evaluated = now, dict(self._parts)
 
-    def note_line(self, part: str, seconds: float, depth: int = 2) -> None:
+    def note_line(self, part: str, seconds: float) -> None:
         """Adds a call of some seconds to the line of the user's code that made it."""
-        line = users_line(sys._getframe(depth))
+        line = users_line(sys._getframe())
         if line is not None:
             found = self.lines[part, line]
             found[0] += seconds
@@ -201,6 +201,12 @@ def stack_of(frame: Any) -> tuple[str, ...]:
                 inside = f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back
     return (*reversed(own), *([inside] if own and inside else []))
+
+
+def worst_line(lines: Mapping[tuple[str, str], Any], part: str) -> str | None:
+    """The line with the most of a part: of the seconds of `Clock.lines`, or of the looks of a `LineSampler`."""
+    own = {line: most for (of, line), most in list(lines.items()) if of == part}
+    return max(own, key=lambda line: own[line]) if own else None
 
 
 class LineCounter:
@@ -293,8 +299,3 @@ class LineSampler:
                 self.stacks[part, stack_of(frame)] += 1
             if part not in self.peaks or memory > self.peaks[part][0]:
                 self.peaks[part] = memory, line
-
-    def line_of(self, part: str) -> str | None:
-        """The line that was seen most in a part."""
-        lines = {line: count for (of, line), count in list(self.seen.items()) if of == part}
-        return max(lines, key=lambda line: lines[line]) if lines else None

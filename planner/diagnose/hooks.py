@@ -79,11 +79,10 @@ _SAVES = (
 )
 _PATHS = ("f", "filename", "path")
 _LOGS = (
-    ("torch.utils.tensorboard", "SummaryWriter.add_scalar"),
-    ("torch.utils.tensorboard", "SummaryWriter.add_scalars"),
-    ("torch.utils.tensorboard", "SummaryWriter.add_histogram"),
-    ("torch.utils.tensorboard", "SummaryWriter.add_image"),
-    ("torch.utils.tensorboard", "SummaryWriter.flush"),
+    *(
+        ("torch.utils.tensorboard", f"SummaryWriter.{name}")
+        for name in ("add_scalar", "add_scalars", "add_histogram", "add_image", "flush")
+    ),
     ("wandb", "log"),
     ("mlflow", "log_metric"),
     ("mlflow", "log_metrics"),
@@ -367,7 +366,7 @@ class Hooks:
 
     def _is_again(self, given: Mapping[str, Any]) -> bool:
         """Whether a backward is left out: one over a graph that was gone over before."""
-        shared = self._shared.get(users_line(sys._getframe(2)), 0.0)
+        shared = self._shared.get(users_line(sys._getframe()), 0.0)
         if not (self.leaves_out_again and self._keeps_graph and shared >= LEAST_SHARED):
             return False
         self.clock.acted += 1
@@ -379,14 +378,14 @@ class Hooks:
 
         Graphs are gone over for the first few pairs alone; later ones share what those of their line did.
         """
-        line = users_line(sys._getframe(4))
+        line = users_line(sys._getframe())
         if self._keeps_graph:
             if line not in self._shared:
                 own = graph_of(given["tensors"])
                 self._shared[line] = len(own & self._retained) / max(1, len(own))
             if self._shared[line] >= LEAST_SHARED:
                 self.again_s += self._shared[line] * seconds
-                self.clock.note_line("backward_again", seconds, depth=5)
+                self.clock.note_line("backward_again", seconds)
         whole = not given.get("create_graph") and given.get("inputs") is None
         kept, self._keeps_graph = self._keeps_graph, bool(given.get("retain_graph")) and whole
         if self._keeps_graph and not kept:
@@ -879,7 +878,7 @@ class ModuleHooks:
                 self.outputs[key] = output
             return output
         finally:
-            clock.note_line("evaluation", time.perf_counter() - began, depth=4)
+            clock.note_line("evaluation", time.perf_counter() - began)
             clock.leave()
             clock.evaluation_mark()
 
@@ -951,15 +950,3 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _shapes(one)) for name, one in sorted(value.items()))
     return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else repr(type(value))
-
-
-def worst_line(clock: Clock, part: str) -> str | None:
-    """The line of the user's code that a part's time was spent in most."""
-    lines = {line: seconds for (of, line), (seconds, _) in clock.lines.items() if of == part}
-    return max(lines, key=lambda line: lines[line]) if lines else None
-
-
-def sync_lines(clock: Clock) -> list[tuple[str, float, float]]:
-    """(line, calls, seconds) of calls that read a tensor on the host, the longest first."""
-    found = [(line, calls, seconds) for (of, line), (seconds, calls) in clock.lines.items() if of == "sync"]
-    return sorted(found, key=lambda one: -one[2])

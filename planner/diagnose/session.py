@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from autoplan.planner.diagnose import roofline
-from autoplan.planner.diagnose.clock import Clock, LineCounter, LineSampler, Step
+from autoplan.planner.diagnose.clock import Clock, LineCounter, LineSampler, Step, worst_line
 from autoplan.planner.diagnose.gains import LEAST_PAIRS, MORE_PAIRS, PAIRS, is_open, is_rough, is_slower
-from autoplan.planner.diagnose.hooks import Hooks, sync_lines, worst_line
+from autoplan.planner.diagnose.hooks import Hooks
 from autoplan.planner.diagnose.memory import MemoryMeter, cut_graphs, find_kept, growth_bytes, sizes_of_names
 from autoplan.planner.diagnose.ranks import Peers, critical, rank_block
 from autoplan.planner.diagnose.records import (
@@ -329,7 +329,10 @@ class Session:
         low = hooks.modules.low_precision or any(one.dtype in (torch.bfloat16, torch.float16) for one in parameters)
         unused = hooks.unused_rows()
         all_numbers = sum(one.numel() for one in parameters) or 1
-        syncs = [SyncLine(line=line, calls=n / steps, seconds=s / steps) for line, n, s in sync_lines(self.clock)[:5]]
+        read = [(seconds, calls, line) for (of, line), (seconds, calls) in self.clock.lines.items() if of == "sync"]
+        syncs = [
+            SyncLine(line=line, calls=n / steps, seconds=s / steps) for s, n, line in sorted(read, reverse=True)[:5]
+        ]
         found = None
         if loader is not None and loaders.got:
             found = LoaderFacts(
@@ -366,7 +369,7 @@ class Session:
             float64=any(one.dtype == torch.float64 for one in parameters),
             recomputed=hooks.recomputed / steps,
             backward_again_s=hooks.again_s / steps,
-            backward_line=worst_line(self.clock, "backward_again"),
+            backward_line=worst_line(self.clock.lines, "backward_again"),
             unused_rows=tuple(unused),
             unused_share=sum(share * one.numel() for one, share in unused.values()) / all_numbers,
             exchange=hooks.collectives.facts(list(hooks.modules.called), steps) if self.peers.ranks > 1 else None,
@@ -432,7 +435,7 @@ class Session:
             scores=found[0].shape,
             seconds=seconds,
             fused_s=of_all * calls_s / TRACED_STEPS,
-            line=worst_line(self.clock, f"softmax {found[0].shape}"),
+            line=worst_line(self.clock.lines, f"softmax {found[0].shape}"),
         )
 
     # One cause.
@@ -540,8 +543,8 @@ def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler)
         own.sort()
         mean = statistics.fmean(own)
         if mean > 0:
-            line = worst_line(clock, part) or (
-                sampler.line_of(part) if part in ("loop", "loss", "data", "forward") else None
+            line = worst_line(clock.lines, part) or (
+                worst_line(sampler.seen, part) if part in ("loop", "loss", "data", "forward") else None
             )
             found = PartTime(
                 part=part,
@@ -551,7 +554,7 @@ def observe(steps: list[Step], facts: Facts, clock: Clock, sampler: LineSampler)
                 share=mean / whole,
                 events=events,
                 every=every,
-                line=sampler.line_of(part) or line if part == "data" else line,
+                line=worst_line(sampler.seen, part) or line if part == "data" else line,
             )
             parts.append(found)
     return Observation(
