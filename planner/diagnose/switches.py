@@ -75,11 +75,12 @@ def _threads(hooks: Hooks, setting: int) -> Undo:
 
 def _gc(hooks: Hooks, setting: int) -> Undo:
     """None by itself, and none that the script asks for with gc.collect()."""
-    hooks.collections, undo = 0, ExitStack()
+    undo = ExitStack()
     if gc.isenabled():
         gc.disable()
         undo.callback(gc.enable)
     undo.callback(_set(gc, "collect", lambda *args, **kwargs: 0))
+    hooks.collections = 0
     return undo.close
 
 
