@@ -60,7 +60,7 @@ def read_host(root: Path = Path("/"), *, driver: str | None = None) -> Host:
         cores_physical=psutil.cpu_count(logical=False),
         cores_logical=psutil.cpu_count(logical=True),
         cores_usable=count_usable_cores(limits),
-        numa_nodes=len(read_numa_nodes(root)) or 1,
+        numa_nodes=len(parse_id_list(read_or_empty(root / "sys/devices/system/node/online"))) or 1,
         cpu_flags=flags,
         memory_total_bytes=Reading.driver(memory.total, "bytes", "/proc/meminfo MemTotal"),
         memory_available_bytes=_available(memory.available, limits),
@@ -77,13 +77,13 @@ def read_host(root: Path = Path("/"), *, driver: str | None = None) -> Host:
     )
 
 
-def read_cpu_device(host: Host, *, index: int = 0) -> Device:
+def read_cpu_device(host: Host) -> Device:
     """The CPU as a device that can train: the cores and memory that this process may use."""
     total, limit = host.memory_total_bytes, host.cgroup_memory_limit_bytes
     if limit.value is not None and total.value is not None and limit.value < total.value:
         total = limit
     return Device(
-        index=index,
+        index=0,
         type="cpu",
         name=host.cpu_model,
         memory_total_bytes=total,
@@ -115,11 +115,6 @@ def read_cpu_model(root: Path = Path("/")) -> tuple[str, tuple[str, ...]]:
             present = set(value.split())
     flags = tuple(flag for flag in VECTOR_FLAGS if flag in present)
     return name or platform.processor() or platform.machine() or "unknown CPU", flags
-
-
-def read_numa_nodes(root: Path = Path("/")) -> tuple[int, ...]:
-    """The ids of the NUMA nodes that are online (/sys/devices/system/node)."""
-    return parse_id_list(read_or_empty(root / "sys/devices/system/node/online"))
 
 
 def read_last_level_cache_bytes(root: Path = Path("/")) -> int | None:

@@ -20,7 +20,6 @@ from autoplan.probes.host import (
     read_cpu_model,
     read_host,
     read_last_level_cache_bytes,
-    read_numa_nodes,
 )
 
 GIB = 1 << 30
@@ -210,7 +209,7 @@ def test_cpu_model_flags_numa_and_caches(tmp_path: Path) -> None:
         },
     )
     assert read_cpu_model(root) == ("Some CPU @ 2 GHz", ("avx2", "fma", "amx_bf16"))
-    assert read_numa_nodes(root) == (0, 1, 3)
+    assert read_host(root).numa_nodes == 3 and parse_id_list("0-1,3\n") == (0, 1, 3)
     assert read_last_level_cache_bytes(root) == 32 << 20
     assert read_last_level_cache_bytes(tmp_path / "nowhere") is None
     assert parse_id_list("") == ()
