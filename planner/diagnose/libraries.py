@@ -253,6 +253,16 @@ def _wrap(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
         replace_everywhere({found: changed})
 
 
+def around(function: Function, method: Function) -> Function:
+    """A function in whose place a method is called: with it, and with its arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(function, *args, **kwargs)
+
+    return call
+
+
 def replace_everywhere(changed: Mapping[Any, Any]) -> None:
     """Puts functions in the place of others, in each module that has bound them: `from builtins import open as ...`."""
     by_id = {id(before): after for before, after in changed.items()}

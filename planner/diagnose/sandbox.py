@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import io
 import os
 import posix
@@ -19,11 +18,11 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from autoplan.planner.diagnose.libraries import Libraries, replace_everywhere
+from autoplan.planner.diagnose.libraries import Function, Libraries, around, replace_everywhere
 
 QUIET = {
     "WANDB_MODE": "disabled",
@@ -239,21 +238,24 @@ class Sandbox:
         self._make_site()
         with contextlib.suppress(FileNotFoundError):
             self._gone.update(Path(self.root, GONE).read_text().split("\0")[:-1])
-        changed: dict[Any, Any] = {io.open: self._open(io.open), io.open_code: self._reads(io.open_code)}
-        for name, wrap in self._wraps().items():
+        changed: dict[Any, Any] = {
+            io.open: around(io.open, self._open),
+            io.open_code: around(io.open_code, self._reads),
+        }
+        for name, method in self._methods().items():
             function = getattr(os, name, None)  # attributes of files are Linux's
             if function is None:
                 continue
-            changed[function] = wrapped = wrap(function)
+            changed[function] = wrapped = around(function, method)
             changed.setdefault(getattr(posix, name, function), wrapped)  # imports ask that module
             if function in os.supports_follow_symlinks:  # shutil asks
                 os.supports_follow_symlinks.add(wrapped)
-        changed[shutil.rmtree] = self._removes(shutil.rmtree)
+        changed[shutil.rmtree] = around(shutil.rmtree, self._removes)
         replace_everywhere(changed)
         self.libraries.install()
 
-    def _wraps(self) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-        """What takes the place of each function of `os`."""
+    def _methods(self) -> dict[str, Function]:
+        """What is called in place of each function of `os`: with it, and with its arguments."""
         return {
             "open": self._os_open,
             **dict.fromkeys(("mkdir", "mkfifo"), self._makes),
@@ -280,116 +282,87 @@ class Sandbox:
         made.replace(Path(site, "sitecustomize.py"))
         os.environ["PYTHONPATH"] = os.pathsep.join([site, *filter(None, paths)])
 
-    def _open(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if isinstance(mode, str) and set(mode) & set("wxa+"):
-                file = self.moved(file, copy=bool(set(mode) & set("a+")) and "w" not in mode)
-            else:
-                file = self.seen(file)
-            return function(file, mode, *args, **kwargs)
+    def _open(self, function: Function, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(mode, str) and set(mode) & set("wxa+"):
+            file = self.moved(file, copy=bool(set(mode) & set("a+")) and "w" not in mode)
+        else:
+            file = self.seen(file)
+        return function(file, mode, *args, **kwargs)
 
-        return opened
+    def _os_open(self, function: Function, path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dir_fd") is None:
+            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            path = self.moved(path, copy=not flags & os.O_TRUNC) if writes else self.seen(path)
+        return function(path, flags, *args, **kwargs)
 
-    def _os_open(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dir_fd") is None:
-                writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-                path = self.moved(path, copy=not flags & os.O_TRUNC) if writes else self.seen(path)
-            return function(path, flags, *args, **kwargs)
+    def _makes(self, function: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dir_fd") is None:
+            real = self._real(path)
+            if real is not None and self._really(real):
+                raise FileExistsError(errno.EEXIST, "File exists", path)
+            path = self.moved(path)
+        return function(path, *args, **kwargs)
 
-        return opened
+    def _links(self, function: Function, src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+        if all(kwargs.get(name) is None for name in ("dir_fd", "src_dir_fd", "dst_dir_fd")):
+            dst = self.moved(dst)
+            if function.__name__ == "link":  # what writes to one of its names writes to the file
+                src = self.moved(src, copy=True)
+            elif os.path.isabs(src):
+                src = self.seen(src)
+        return function(src, dst, *args, **kwargs)
 
-    def _makes(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def made(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dir_fd") is None:
-                real = self._real(path)
-                if real is not None and self._really(real):
-                    raise FileExistsError(errno.EEXIST, "File exists", path)
-                path = self.moved(path)
-            return function(path, *args, **kwargs)
-
-        return made
-
-    def _links(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def linked(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
-            if all(kwargs.get(name) is None for name in ("dir_fd", "src_dir_fd", "dst_dir_fd")):
-                dst = self.moved(dst)
-                if function.__name__ == "link":  # what writes to one of its names writes to the file
-                    src = self.moved(src, copy=True)
-                elif os.path.isabs(src):
-                    src = self.seen(src)
-            return function(src, dst, *args, **kwargs)
-
-        return linked
-
-    def _removes(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _removes(self, function: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
         """What was there before stays, and the script sees it no more."""
-        of_folders = function.__name__ in ("rmdir", "rmtree")
-
-        @functools.wraps(function)
-        def removed(path: Any, *args: Any, **kwargs: Any) -> Any:
-            real = self._real(path)
-            if kwargs.get("dir_fd") is not None or real is None:
-                return function(path, *args, **kwargs)
-            if function.__name__ == "rmdir" and os.listdir(os.fsdecode(path)):
-                raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
-            there, made = self._really(real), self._made(real)
-            with self._plain():
-                is_folder = os.path.isdir(real) and not os.path.islink(real)
-                if made:
-                    function(self._files + real, *args, **kwargs)
-            if not made and (not there or is_folder is not of_folders):
-                return function(self.seen(path), *args, **kwargs)  # it fails, or the caller ignores that
-            if there:
-                self._note_gone(real)
-            return None
-
-        return removed
-
-    def _changes(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
-            real = self._real(path)
-            if kwargs.get("dir_fd") is None and real is not None:
-                if not self._made(real) and self._really(real):
-                    return None  # it stays as it is
-                path = self.seen(path)
+        real = self._real(path)
+        if kwargs.get("dir_fd") is not None or real is None:
             return function(path, *args, **kwargs)
-
-        return changed
-
-    def _renames(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def renamed(src: Any, dst: Any, **kwargs: Any) -> Any:
-            name, goal = self._name(src), self._name(dst)
-            if name in self._stand_ins and goal is not None:
-                self._stand_ins.discard(name)
-                if self._is_there(goal):  # what a script has there, it may read
-                    return os.remove(src)
-                self._stand_ins.add(goal)
-            elif goal is not None:
-                self._stand_ins.discard(goal)
-            if name in self._saved and goal is not None:
-                self._saved.add(goal)
-            real = self._real(src)
-            if real is None and self._real(dst) is None:
-                return function(src, dst, **kwargs)
-            if real is None or not self._really(real):
-                return function(self.seen(src), self.moved(dst), **kwargs)
-            if os.path.isdir(src):  # what is the user's stays, a copy is moved
-                self._copy_folder(src, dst)
-                with self._plain():
-                    shutil.rmtree(self._files + real, ignore_errors=True)
-            else:
-                function(self.moved(src, copy=True), self.moved(dst), **kwargs)
+        if function.__name__ == "rmdir" and os.listdir(os.fsdecode(path)):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
+        there, made = self._really(real), self._made(real)
+        with self._plain():
+            is_folder = os.path.isdir(real) and not os.path.islink(real)
+            if made:
+                function(self._files + real, *args, **kwargs)
+        of_files = function.__name__ in ("remove", "unlink")
+        if not made and (not there or is_folder is of_files):
+            return function(self.seen(path), *args, **kwargs)  # it fails, or the caller ignores that
+        if there:
             self._note_gone(real)
-            return None
+        return None
 
-        return renamed
+    def _changes(self, function: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
+        real = self._real(path)
+        if kwargs.get("dir_fd") is None and real is not None:
+            if not self._made(real) and self._really(real):
+                return None  # it stays as it is
+            path = self.seen(path)
+        return function(path, *args, **kwargs)
+
+    def _renames(self, function: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
+        name, goal = self._name(src), self._name(dst)
+        if name in self._stand_ins and goal is not None:
+            self._stand_ins.discard(name)
+            if self._is_there(goal):  # what a script has there, it may read
+                return os.remove(src)
+            self._stand_ins.add(goal)
+        elif goal is not None:
+            self._stand_ins.discard(goal)
+        if name in self._saved and goal is not None:
+            self._saved.add(goal)
+        real = self._real(src)
+        if real is None and self._real(dst) is None:
+            return function(src, dst, **kwargs)
+        if real is None or not self._really(real):
+            return function(self.seen(src), self.moved(dst), **kwargs)
+        if os.path.isdir(src):  # what is the user's stays, a copy is moved
+            self._copy_folder(src, dst)
+            with self._plain():
+                shutil.rmtree(self._files + real, ignore_errors=True)
+        else:
+            function(self.moved(src, copy=True), self.moved(dst), **kwargs)
+        self._note_gone(real)
+        return None
 
     def _copy_folder(self, source: Any, target: Any) -> None:
         """Copies a folder as the script sees it."""
@@ -397,39 +370,26 @@ class Sandbox:
         self._refuse_large(source, sum(sizes))
         shutil.copytree(source, target, symlinks=True)
 
-    def _reads(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def read(path: Any, *args: Any, **kwargs: Any) -> Any:
-            path = path if kwargs.get("dir_fd") is not None else self.seen(path)
-            return function(path, *args, **kwargs)
+    def _reads(self, function: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
+        path = path if kwargs.get("dir_fd") is not None else self.seen(path)
+        return function(path, *args, **kwargs)
 
-        return read
+    def _lists(self, function: Function, path: Any = ".") -> Any:
+        path = "." if path is None else path
+        entries = self._entries(path)
+        if entries is None:
+            return function(path if isinstance(path, bytes) else self.seen(path))
+        if function.__name__ == "listdir":
+            return list(entries)
+        return _Scan(_Entry(entry, path) for entry in entries.values())
 
-    def _lists(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def listed(path: Any = ".") -> Any:
-            path = "." if path is None else path
-            entries = self._entries(path)
-            if entries is None:
-                return function(path if isinstance(path, bytes) else self.seen(path))
-            if function.__name__ == "listdir":
-                return list(entries)
-            return _Scan(_Entry(entry, path) for entry in entries.values())
-
-        return listed
-
-    def _enters(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _enters(self, function: Function, path: Any) -> Any:
         """Changes into the folder that was there before; into the sandbox's where only the script has made one."""
-
-        @functools.wraps(function)
-        def entered(path: Any) -> Any:
-            real = self._real(path)
-            if real is None or self._really(real):
-                return function(path if real is None else real)
-            self._entered = True
-            return function(self.seen(path))
-
-        return entered
+        real = self._real(path)
+        if real is None or self._really(real):
+            return function(path if real is None else real)
+        self._entered = True
+        return function(self.seen(path))
 
 
 _SITECUSTOMIZE = """
