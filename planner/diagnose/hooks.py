@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, dataloader
 from torch.utils.data._utils import fetch
 
 from autoplan.planner.diagnose.clock import Clock, telling, users_line
+from autoplan.planner.diagnose.libraries import Function, around
 from autoplan.planner.diagnose.memory import graph_of
 from autoplan.planner.diagnose.ranks import CollectiveHooks
 from autoplan.planner.diagnose.sandbox import Sandbox
@@ -144,7 +145,7 @@ class Hooks:
         clock = self.clock
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
-        torch.optim.Optimizer.add_param_group = self._added(torch.optim.Optimizer.add_param_group)  # type: ignore[method-assign]
+        torch.optim.Optimizer.add_param_group = around(torch.optim.Optimizer.add_param_group, self._added)  # type: ignore[method-assign]
         torch.optim.Optimizer.profile_hook_step = staticmethod(self._stepped(torch.optim.Optimizer.profile_hook_step))  # type: ignore[method-assign]
         torch.optim.Optimizer.zero_grad = clock.region(self._zeroed(torch.optim.Optimizer.zero_grad), "optimizer")  # type: ignore[method-assign]
         for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -162,7 +163,7 @@ class Hooks:
         if torch.cuda.is_available():
             torch.cuda.synchronize = self._read(torch.cuda.synchronize)
             for name in ("to", "cuda"):
-                setattr(torch.Tensor, name, self._copied(getattr(torch.Tensor, name)))
+                setattr(torch.Tensor, name, around(getattr(torch.Tensor, name), self._copied))
         for name, state in OF_PROFILER.items():
             setattr(torch.profiler.profile, name, self._profiles(getattr(torch.profiler.profile, name), state))
         gc.callbacks.append(self._on_gc)
@@ -195,17 +196,12 @@ class Hooks:
             return None
         return any(id(parameter) in self._trained for parameter in module.parameters())
 
-    def _added(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _added(self, function: Function, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """An optimizer is known from its first group on, also while it makes no step."""
-
-        @functools.wraps(function)
-        def add_param_group(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            found = function(optimizer, *args, **kwargs)
-            self.optimizers.add(optimizer)
-            self._look_at_optimizers()
-            return found
-
-        return add_param_group
+        found = function(optimizer, *args, **kwargs)
+        self.optimizers.add(optimizer)
+        self._look_at_optimizers()
+        return found
 
     def _look_at_optimizers(self) -> None:
         if self._trained is not None:
@@ -451,19 +447,14 @@ class Hooks:
     def _profiles(self, function: Callable[..., Any], state: str) -> Callable[..., Any]:
         return telling(function, lambda profiler, *args, **kwargs: self.profilers.update({profiler: state}))
 
-    def _copied(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        clock = self.clock
-
-        def copied(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if not clock.here or not _goes_elsewhere(function.__name__, tensor, args, kwargs):
-                return function(tensor, *args, **kwargs)
-            clock.enter("copy")
-            try:
-                return function(tensor, *args, **kwargs)
-            finally:
-                clock.leave()
-
-        return copied
+    def _copied(self, function: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.clock.here or not _goes_elsewhere(function.__name__, tensor, args, kwargs):
+            return function(tensor, *args, **kwargs)
+        self.clock.enter("copy")
+        try:
+            return function(tensor, *args, **kwargs)
+        finally:
+            self.clock.leave()
 
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:
         if self.clock.here:
@@ -507,10 +498,10 @@ class LoaderHooks:
         base = dataloader._BaseDataLoaderIter
         for kind in (base, dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter):
             if "__next__" in vars(kind):
-                kind.__next__ = self._given(kind.__next__)  # type: ignore[method-assign]
-        DataLoader.__iter__ = self._started(DataLoader.__iter__)  # type: ignore[method-assign]
+                kind.__next__ = around(kind.__next__, self._given)  # type: ignore[method-assign]
+        DataLoader.__iter__ = around(DataLoader.__iter__, self._started)  # type: ignore[method-assign]
         fetcher = fetch._MapDatasetFetcher
-        fetcher.fetch = self._fetched(fetcher.fetch)  # type: ignore[method-assign]
+        fetcher.fetch = around(fetcher.fetch, self._fetched)  # type: ignore[method-assign]
 
     def restart(self) -> None:
         """Begins to count anew."""
@@ -524,27 +515,24 @@ class LoaderHooks:
         if shutdown is not None:
             shutdown()
 
-    def _started(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def start(loader: Any) -> Any:
-            if not self.clock.here or loader is self._other:
-                return function(loader)
-            if self.is_main(loader) and self.gives_instead and (steps := length_of(loader)) is not None:
-                return self._epoch(loader, steps)
-            self.clock.enter("data")
-            began = time.perf_counter()
-            try:
-                iterator = function(loader)
-            finally:
-                self.clock.leave()
-            self._owner[iterator] = loader
-            self._fresh.add(iterator)
-            self._given_instead.pop(iterator, None)  # workers that stay have one iterator for all epochs
-            if self.is_main(loader):
-                self.starts += 1
-                self.start_s += time.perf_counter() - began
-            return iterator
-
-        return start
+    def _started(self, function: Function, loader: Any) -> Any:
+        if not self.clock.here or loader is self._other:
+            return function(loader)
+        if self.is_main(loader) and self.gives_instead and (steps := length_of(loader)) is not None:
+            return self._epoch(loader, steps)
+        self.clock.enter("data")
+        began = time.perf_counter()
+        try:
+            iterator = function(loader)
+        finally:
+            self.clock.leave()
+        self._owner[iterator] = loader
+        self._fresh.add(iterator)
+        self._given_instead.pop(iterator, None)  # workers that stay have one iterator for all epochs
+        if self.is_main(loader):
+            self.starts += 1
+            self.start_s += time.perf_counter() - began
+        return iterator
 
     def _epoch(self, loader: Any, steps: int) -> Iterator[Any]:
         """An epoch that begins while its batches come from elsewhere: its own workers start once they are asked."""
@@ -603,33 +591,29 @@ class LoaderHooks:
         finally:
             self.clock.leave()
 
-    def _given(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _given(self, function: Function, iterator: Any) -> Any:
         clock = self.clock
-
-        def give(iterator: Any) -> Any:
-            loader = self._owner.get(iterator)
-            if not clock.here or loader is None:
-                return function(iterator)
-            main = self.is_main(loader)
-            if "evaluation" in clock.skipped and not main and id(loader.dataset) in self._evaluated:
-                return self._once(iterator, function)
-            given = self._given_instead.get(iterator, 0)
-            if main and (given or self.gives_instead) and iterator._num_yielded + given == length_of(loader):
-                raise StopIteration  # as the script's own epoch ends; one that is past its length has no end
-            if main and self.gives_instead:
-                self._given_instead[iterator] = given + 1
-                return self.instead(loader)
-            clock.enter("data")
-            began = time.perf_counter()
-            try:
-                batch = function(iterator)
-                return self._seen(iterator, loader, batch, time.perf_counter() - began)
-            finally:
-                if main:
-                    clock.note_line("data", time.perf_counter() - began)
-                clock.leave()
-
-        return give
+        loader = self._owner.get(iterator)
+        if not clock.here or loader is None:
+            return function(iterator)
+        main = self.is_main(loader)
+        if "evaluation" in clock.skipped and not main and id(loader.dataset) in self._evaluated:
+            return self._once(iterator, function)
+        given = self._given_instead.get(iterator, 0)
+        if main and (given or self.gives_instead) and iterator._num_yielded + given == length_of(loader):
+            raise StopIteration  # as the script's own epoch ends; one that is past its length has no end
+        if main and self.gives_instead:
+            self._given_instead[iterator] = given + 1
+            return self.instead(loader)
+        clock.enter("data")
+        began = time.perf_counter()
+        try:
+            batch = function(iterator)
+            return self._seen(iterator, loader, batch, time.perf_counter() - began)
+        finally:
+            if main:
+                clock.note_line("data", time.perf_counter() - began)
+            clock.leave()
 
     def _seen(self, iterator: Any, loader: Any, batch: Any, seconds: float) -> Any:
         self._last = loader
@@ -670,27 +654,24 @@ class LoaderHooks:
             self._other_iterator = None
         raise RuntimeError("the dataset gives no batch when it is gone over again")
 
-    def _fetched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def fetched(fetcher: Any, index: Any) -> Any:
-            if not self.clock.here or self.loader is None or fetcher.dataset is not self.loader.dataset:
-                return function(fetcher, index)
-            collate = fetcher.collate_fn
-            began = made = time.perf_counter()
+    def _fetched(self, function: Function, fetcher: Any, index: Any) -> Any:
+        if not self.clock.here or self.loader is None or fetcher.dataset is not self.loader.dataset:
+            return function(fetcher, index)
+        collate = fetcher.collate_fn
+        began = made = time.perf_counter()
 
-            def collated(samples: Any) -> Any:
-                nonlocal made
-                made = time.perf_counter()
-                return collate(samples)
+        def collated(samples: Any) -> Any:
+            nonlocal made
+            made = time.perf_counter()
+            return collate(samples)
 
-            fetcher.collate_fn = collated
-            try:
-                return function(fetcher, index)
-            finally:
-                fetcher.collate_fn = collate
-                self.make_s += made - began
-                self.collate_s += time.perf_counter() - made
-
-        return fetched
+        fetcher.collate_fn = collated
+        try:
+            return function(fetcher, index)
+        finally:
+            fetcher.collate_fn = collate
+            self.make_s += made - began
+            self.collate_s += time.perf_counter() - made
 
 
 def length_of(loader: Any) -> int | None:
@@ -802,7 +783,7 @@ class ModuleHooks:
     def install(self) -> None:
         """Places the hooks."""
         torch.nn.Module.__call__ = self._called(torch.nn.Module.__call__)  # type: ignore[method-assign]
-        torch.nn.Module.train = self._mode(torch.nn.Module.train)  # type: ignore[method-assign]
+        torch.nn.Module.train = around(torch.nn.Module.train, self._mode)  # type: ignore[method-assign]
 
     def end_step(self) -> None:
         """Counts a step."""
@@ -882,15 +863,12 @@ class ModuleHooks:
             clock.leave()
             clock.evaluation_mark()
 
-    def _mode(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def train(module: torch.nn.Module, mode: bool = True) -> Any:
-            if not self._inside and self.clock.here and module.training != mode and self.known.get(module):
-                self._evaluations.note()
-                if self._evaluations.is_seldom:
-                    self.clock.evaluation_mark()
-            return function(module, mode)
-
-        return train
+    def _mode(self, function: Function, module: torch.nn.Module, mode: bool = True) -> Any:
+        if not self._inside and self.clock.here and module.training != mode and self.known.get(module):
+            self._evaluations.note()
+            if self._evaluations.is_seldom:
+                self.clock.evaluation_mark()
+        return function(module, mode)
 
 
 class Seldom:

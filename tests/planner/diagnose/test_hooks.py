@@ -26,6 +26,7 @@ from autoplan.planner.diagnose.hooks import (
     in_single,
     padding_share,
 )
+from autoplan.planner.diagnose.libraries import around
 from autoplan.planner.diagnose.records import Suspect
 from autoplan.planner.diagnose.sandbox import Sandbox
 from autoplan.planner.diagnose.session import recompile_reasons
@@ -120,7 +121,7 @@ def test_forwards_without_gradients_are_a_part_of_their_own_where_they_are_seldo
 def test_a_policy_that_acts_in_each_step_is_no_evaluation(tmp_path: Path, each_step: bool, from_a_loader: bool) -> None:
     hooks, model = hooks_in(tmp_path), nn.Linear(4, 4)
     hooks._trained = {id(one) for one in model.parameters()}
-    call, train = nn.Module.__call__, hooks.modules._mode(nn.Module.train)
+    call, train = nn.Module.__call__, around(nn.Module.train, hooks.modules._mode)
     evaluated = 0
     for step in range(8):
         hooks.clock.open()
@@ -189,7 +190,9 @@ def test_what_an_optimizer_has_that_has_not_stepped_yet_is_not_needless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hooks, model = hooks_in(tmp_path), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    monkeypatch.setattr(torch.optim.Optimizer, "add_param_group", hooks._added(torch.optim.Optimizer.add_param_group))
+    monkeypatch.setattr(
+        torch.optim.Optimizer, "add_param_group", around(torch.optim.Optimizer.add_param_group, hooks._added)
+    )
     head, seldom = (torch.optim.SGD(model[place].parameters(), lr=0.1) for place in (0, 1))
     assert hooks.is_trained(model[1]) is None
     hooks.clock.open()
