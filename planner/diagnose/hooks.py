@@ -194,7 +194,10 @@ class Hooks:
         """Whether an optimizer has parameters of the module; None before the first step."""
         if self._trained is None:
             return None
-        return any(id(parameter) in self._trained for parameter in module.parameters())
+        known = self.modules.known
+        if module not in known:
+            known[module] = any(id(parameter) in self._trained for parameter in module.parameters())
+        return known[module]
 
     def _added(self, function: Function, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """An optimizer is known from its first group on, also while it makes no step."""
@@ -790,14 +793,6 @@ class ModuleHooks:
         self._without_gradients.end_step()
         self._evaluations.end_step()
 
-    def _is_trained(self, module: torch.nn.Module) -> bool | None:
-        known = self.known.get(module)
-        if known is None:
-            known = self.is_trained(module)
-            if known is not None:
-                self.known[module] = known
-        return known
-
     def _called(self, function: Callable[..., Any]) -> Callable[..., Any]:
         hooks = self
 
@@ -815,7 +810,7 @@ class ModuleHooks:
     def _outermost(self, function: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if self.single:
             function = in_single(function)
-        trained = self._is_trained(module)
+        trained = self.is_trained(module)
         if trained and not torch.is_grad_enabled() and not module.training:
             self._evaluations.note()
             if self.loaders.note_evaluation() or self._evaluations.is_seldom:
