@@ -99,22 +99,18 @@ class Rates:
     dtype decides, and the kind's own rate only where it is below a quarter of that.
     """
 
-    by_dtype: dict[tuple[str, str], float] = field(default_factory=dict)
-    by_kind: dict[tuple[str, str], float] = field(default_factory=dict)
+    best: dict[tuple[str, str], float] = field(default_factory=dict)  # by unit, and by kind, each with the dtype
 
     def learn(self, operation: Operation, timing: Timing) -> None:
         """Record the fastest sample of an operation."""
-        rate = operation.work / timing.fastest_s
-        for rates, key in (
-            (self.by_dtype, (operation.unit, operation.dtype)),
-            (self.by_kind, (operation.kind, operation.dtype)),
-        ):
-            rates[key] = max(rate, rates.get(key, 0.0))
+        for name in (operation.unit, operation.kind):
+            key = name, operation.dtype
+            self.best[key] = max(operation.work / timing.fastest_s, self.best.get(key, 0.0))
 
     def expected_s(self, operation: Operation) -> float:
         """Seconds of one call; 0 where nothing like it was measured."""
-        of_dtype = self.by_dtype.get((operation.unit, operation.dtype))
-        of_kind = self.by_kind.get((operation.kind, operation.dtype), of_dtype)
+        of_dtype = self.best.get((operation.unit, operation.dtype))
+        of_kind = self.best.get((operation.kind, operation.dtype), of_dtype)
         if of_dtype is None or of_kind is None:
             return 0.0
         return max(operation.work / of_dtype, operation.work / of_kind / 4)
@@ -352,18 +348,13 @@ def _settings(operation: Operation) -> Iterator[None]:
 
 def _reading(operation: Operation, timing: Timing, device: torch.device) -> OperationReading:
     source = f"{timing.samples} samples on {device}"
+    seconds = Reading(value=timing.seconds, unit="s", provenance="measured", spread=timing.spread, source=source)
     return OperationReading(
         kind=operation.kind,
         dtype=operation.dtype,
         shape=operation.shape,
-        seconds=Reading(value=timing.seconds, unit="s", provenance="measured", spread=timing.spread, source=source),
-        rate=Reading(
-            value=operation.work / timing.seconds,
-            unit=operation.unit,
-            provenance="measured",
-            spread=timing.spread,
-            source=source,
-        ),
+        seconds=seconds,
+        rate=seconds.model_copy(update={"value": operation.work / timing.seconds, "unit": operation.unit}),
     )
 
 

@@ -595,10 +595,8 @@ def notes_of(answer: Answer, seen: Observation, causes: Sequence[Finding], faile
     known.add("graphs")  # its finding or its note says it
     if known & {"gc", "freeze"}:
         known |= {"gc", "freeze"}
-    for trial in tested:
-        if trial.suspect.switch in known:
-            continue
-        said.append(f"tried: {tried_words(trial.suspect.key)}: {_tried(trial, len(tested))}")
+    untold = [trial for trial in tested if trial.suspect.switch not in known]
+    said += [f"tried: {tried_words(trial.suspect.key)}: {_tried(trial, len(tested))}" for trial in untold]
     said += _memory_notes(seen, any(one.cause == "graphs" for one in causes))
     if seen.facts.graph_breaks:
         said.append(f"torch.compile has graph breaks: {'; '.join(seen.facts.graph_breaks)}")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autoplan.planner.diagnose.clock import Clock, Step, telling
-from autoplan.planner.diagnose.records import Exchange, Observation, RankBlock
+from autoplan.planner.diagnose.records import PARTS, Exchange, Observation, RankBlock
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -135,10 +135,7 @@ def critical(observations: Sequence[Observation]) -> int:
 
 def rank_block(steps: Sequence[Step], peers: Peers) -> RankBlock:
     """A block in which the ranks exchanged nothing, from the steps of this rank and those of the others."""
-    parts: dict[str, float] = {}
-    for step in steps:
-        for part, own in step.parts.items():
-            parts[part] = parts.get(part, 0.0) + own / len(steps)
+    parts = {part: statistics.fmean(step.parts.get(part, 0.0) for step in steps) for part in PARTS}
     given = peers.gather([[one.seconds for one in steps], [one.inputs for one in steps], parts])
     seconds, inputs = [one[0] for one in given], [one[1] for one in given]
     most, mean = (sum(map(function, zip(*inputs, strict=True))) for function in (max, statistics.fmean))
