@@ -86,7 +86,7 @@ class CollectiveHooks:
     """The exchange between ranks: calls of torch.distributed, and the gradients that DistributedDataParallel averages.
 
     Attributes:
-        calls: How often the script exchanged something that can be left out, since `restart`.
+        calls: How often the script exchanged something that can be left out.
     """
 
     def __init__(self, clock: Clock) -> None:
