@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from autoplan.planner.diagnose.gains import LEAST_PAIRS, gain_of, is_gain, is_slower
-from autoplan.planner.diagnose.rank_findings import exchange_words, with_ranks
+from autoplan.planner.diagnose.rank_findings import WORK, exchange_words, with_ranks
 from autoplan.planner.diagnose.records import (
     PARTS,
     Answer,
@@ -140,8 +140,7 @@ MEND: Mapping[str, str] = {
 def find_causes(answer: Answer, failed: Sequence[str] = ()) -> list[Finding]:
     """The findings of a script, the costliest first; `failed` are the keys of what it failed without."""
     seen = answer.observation
-    if seen is None:
-        return []
+    assert seen is not None
     found = [*_proved(answer, seen), *_estimated(answer, seen, failed), *_of_memory(answer, seen)]
     found = with_ranks(found, answer, seen)
     found = sorted(found, key=lambda one: -one.gain.median)[:MOST_FINDINGS]
@@ -449,9 +448,8 @@ def _idle(answer: Answer, seen: Observation) -> Iterator[Finding]:
     if busy_s is None or facts.exchange is not None or compiled:
         return
     step_s = _shortest_step_s(answer, seen)
-    work: tuple[Part, ...] = ("forward", "loss", "backward", "optimizer")
-    others_s = sum(one.seconds for one in seen.parts if one.part not in work)
-    share = min(step_s - busy_s - others_s, sum(one.seconds for one in seen.parts if one.part in work)) / step_s
+    others_s = sum(one.seconds for one in seen.parts if one.part not in WORK)
+    share = min(step_s - busy_s - others_s, sum(one.seconds for one in seen.parts if one.part in WORK)) / step_s
     if share < LEAST_IDLE:
         return
     calls = sum(one.calls for one in kinds if one is not None)
