@@ -356,19 +356,15 @@ class Sandbox:
         if real is None or not self._really(real):
             return function(self.seen(src), self.moved(dst), **kwargs)
         if os.path.isdir(src):  # what is the user's stays, a copy is moved
-            self._copy_folder(src, dst)
+            sizes = [os.lstat(os.path.join(top, name)).st_size for top, _, names in os.walk(src) for name in names]
+            self._refuse_large(src, sum(sizes))
+            shutil.copytree(src, dst, symlinks=True)
             with self._plain():
                 shutil.rmtree(self._files + real, ignore_errors=True)
         else:
             function(self.moved(src, copy=True), self.moved(dst), **kwargs)
         self._note_gone(real)
         return None
-
-    def _copy_folder(self, source: Any, target: Any) -> None:
-        """Copies a folder as the script sees it."""
-        sizes = [os.lstat(os.path.join(top, name)).st_size for top, _, names in os.walk(source) for name in names]
-        self._refuse_large(source, sum(sizes))
-        shutil.copytree(source, target, symlinks=True)
 
     def _reads(self, function: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
         path = path if kwargs.get("dir_fd") is not None else self.seen(path)
