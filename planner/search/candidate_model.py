@@ -55,12 +55,6 @@ times are compared as if the cores had kept the speed of the first. Fitted: 0.69
 (benchmarks/results/search_tables/gpt-1), where it takes the spread between runs from 10.5 to 7.4 %; 0.5 and 0.6 in two
 configurations of a GPT-2, whose cores changed by a factor of two in ten minutes."""
 
-FLAT_FACTOR = 3.0
-"""Without a cost model: half the width of a 90 % interval, as a factor. Replays tried others."""
-
-FLAT_MEMORY_BYTES = float(2**30)
-"""Without a cost model: the expected peak before the first trial."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assessment:
@@ -90,9 +84,8 @@ class CandidateModel:
 
     Args:
         candidates: The legal configurations that may fit.
-        estimator: The cost model, which each trial calibrates. None: every candidate is expected to be like the mean of
-            the trials, within a factor of three.
-        cost: What trials cost in seconds; None: each costs the same, and time does not run out.
+        estimator: The cost model, which each trial calibrates.
+        cost: What trials cost in seconds.
         memory_limit_bytes: Of one trial.
         device: cuda or cpu.
         allows: Whether a configuration may be the plan. One that it refuses (the baseline) is no target to beat.
@@ -103,8 +96,8 @@ class CandidateModel:
     def __init__(
         self,
         candidates: Sequence[TrainingConfig],
-        estimator: Estimator | None = None,
-        cost: TrialCost | None = None,
+        estimator: Estimator,
+        cost: TrialCost,
         *,
         memory_limit_bytes: float = math.inf,
         device: str = "cpu",
@@ -120,7 +113,7 @@ class CandidateModel:
         self.trials: list[Trial] = []
         self.out_of_turn: set[TrainingConfig] = set()
         self._elsewhere: frozenset[TrainingConfig] = frozenset()
-        self._cost = cost
+        self.trial_cost = cost
         self._allows = allows
         self._slow_mode_limit_s = slow_mode_limit_s
         self.objective = objective
@@ -149,10 +142,8 @@ class CandidateModel:
             self.pace = pace
         at_one_pace = trial.at_pace(1 / pace)
         self._at_one_pace.append(at_one_pace)
-        if self.estimator is not None:
-            self.estimator.observe(at_one_pace)
-        if self._cost is not None:
-            self._cost.observe(trial)
+        self.estimator.observe(at_one_pace)
+        self.trial_cost.observe(trial)
         self._assessment = None
 
     def pace_of(self, trial: Trial) -> float:
@@ -180,16 +171,15 @@ class CandidateModel:
         """The assessment after the trials so far."""
         if self._assessment is None:
             tried = tried_configs(self.trials) | self.out_of_turn | self._elsewhere
-            prior = self._prior()
-            trial_prior = self._prior_of_trials() if self.trials else prior
+            prior = Prior.of(self.estimator.table(self.candidates))
+            each = [Prior.of(self.estimator.table([trial.config])) for trial in self.trials]
+            trial_prior = Prior.joined(each) if each else prior
             posterior = self._surrogate.posterior(prior, self._at_one_pace, trial_prior)
             best = self.best_trial()
-            now_s = self.pace * np.exp(posterior.log_time)
-            cost = np.ones(len(self.candidates)) if self._cost is None else self._cost.all_s(now_s)
             self._assessment = Assessment(
                 posterior=posterior,
                 untried=np.array([config not in tried for config in self.candidates]) & ~self.wait_for_the_leader(),
-                cost_s=cost,
+                cost_s=self.trial_cost.all_s(self.pace * np.exp(posterior.log_time)),
                 wanted=posterior,
                 best=None if best is None or best.step_time_s is None else math.log(best.step_time_s.median),
                 early=sum(trial.purpose == "search" for trial in self.trials) < FEWEST_LOOKS,
@@ -228,7 +218,7 @@ class CandidateModel:
         best = self.best_trial()
         leader = None if best is None else best.config.model_copy(update={"compile_mode": "default"})
         for index, sibling in self._fast_siblings.items():
-            slow_s = 0.0 if self._cost is None else self._cost.compile_s(self.candidates[index])
+            slow_s = self.trial_cost.compile_s(self.candidates[index])
             waits[index] = sibling != leader or slow_s > self._slow_mode_limit_s
         return waits
 
@@ -246,16 +236,9 @@ class CandidateModel:
         """The candidates of which that is so."""
         return [config for config in self._had_quiet if self.hangs_on_load(config)]
 
-    @property
-    def trial_cost(self) -> TrialCost | None:
-        """The cost of trials; None: each costs the same."""
-        return self._cost
-
     def cost_s(self, config: TrainingConfig) -> float:
         """Expected seconds of a trial of this configuration."""
-        if self._cost is None or self.estimator is None:
-            return 1.0
-        return self._cost.one_s(config, self.pace * float(self.estimator.table([config]).step_time_s[0]))
+        return self.trial_cost.one_s(config, self.pace * float(self.estimator.table([config]).step_time_s[0]))
 
     def hopeful(self) -> NDArray[np.bool_]:
         """Which candidates are untried and can still win."""
@@ -288,28 +271,6 @@ class CandidateModel:
 
     def _may_lead(self, config: TrainingConfig) -> bool:
         return self._allows(config) and not self.hangs_on_load(config)
-
-    def _prior(self) -> Prior:
-        """Of the candidates."""
-        if self.estimator is None:
-            return self._flat_prior(len(self.candidates))
-        return Prior.of(self.estimator.table(self.candidates))
-
-    def _prior_of_trials(self) -> Prior:
-        if self.estimator is None:
-            return self._flat_prior(len(self.trials))
-        return Prior.joined([Prior.of(self.estimator.table([trial.config])) for trial in self.trials])
-
-    def _flat_prior(self, size: int) -> Prior:
-        times = [math.log(t.step_time_s.median) for t in self._at_one_pace if t.step_time_s is not None]
-        peaks = [math.log(t.peak_memory_bytes) for t in self.trials if t.peak_memory_bytes]
-        ones, width = np.ones(size), math.log(FLAT_FACTOR) / Z_90
-        return Prior(
-            log_time=ones * float(np.mean(times or [0.0])),
-            log_time_sd=ones * width,
-            log_memory=ones * float(np.mean(peaks or [math.log(FLAT_MEMORY_BYTES)])),
-            log_memory_sd=ones * width,
-        )
 
 
 def tried_configs(trials: Sequence[Trial]) -> set[TrainingConfig]:

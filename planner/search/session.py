@@ -176,9 +176,7 @@ class Session:
     @property
     def trial_cost(self) -> TrialCost:
         """The cost of trials."""
-        cost = self.model.trial_cost
-        assert cost is not None, "a search always knows what trials cost"
-        return cost
+        return self.model.trial_cost
 
     @property
     def parity_cost(self) -> ModelCost:
@@ -559,14 +557,17 @@ class Session:
         )
 
     def end_trial(self, trial: Trial) -> Trial:
-        """Writes a trial to disk, and takes in what it taught."""
-        if trial.did_not_run:
-            return self._set_aside(trial)
-        trial = with_first_loss_compared(trial, self.baseline)
-        self.lost_in_a_row = 0
-        self.store.add(trial)
-        if not trial.is_repeat:
-            self.model.observe(trial)
+        """Writes a trial to disk, and takes in what it taught; of one that did not run there is nothing."""
+        if trial.did_not_run:  # no verdict on it: it is tried again in the next run of the search, not in this one
+            self.model.set_aside(trial.config)
+            self.did_not_run.append(f"{trial.purpose} trial of {trial.config.describe()}: {trial.reason}")
+            self.lost_in_a_row += 1
+        else:
+            trial = with_first_loss_compared(trial, self.baseline)
+            self.lost_in_a_row = 0
+            self.store.add(trial)
+            if not trial.is_repeat:
+                self.model.observe(trial)
         self.store.tick(force=True)
         self.observer.on_trial_finished(trial, self.best, self.budget())
         return trial
@@ -578,18 +579,6 @@ class Session:
         attempt = make_attempt(part, report, number=number, config=config)
         self.store.add(attempt)
         self.observer.on_note(f"something outside ended {attempt.describe()}")
-
-    def _set_aside(self, trial: Trial) -> Trial:
-        """A configuration that did not run: neither the record nor the model has a verdict on it.
-
-        It is not tried again in this run of the search, but in the next one.
-        """
-        self.model.set_aside(trial.config)
-        self.did_not_run.append(f"{trial.purpose} trial of {trial.config.describe()}: {trial.reason}")
-        self.lost_in_a_row += 1
-        self.store.tick(force=True)
-        self.observer.on_trial_finished(trial, self.best, self.budget())
-        return trial
 
     def on_progress(self, progress: Progress) -> None:
         """Passes a trial's progress on, and keeps the clock on disk."""

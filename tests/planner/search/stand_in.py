@@ -30,7 +30,7 @@ from autoplan.planner.records.trials import (
 from autoplan.planner.search import answer
 from autoplan.planner.search import run as search_run
 from autoplan.planner.search.answer import SearchRun
-from autoplan.planner.search.candidate_model import FOLLOWS_CORE
+from autoplan.planner.search.candidate_model import FOLLOWS_CORE, CandidateModel
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.search.session import Session
@@ -67,6 +67,45 @@ def usual_s(config: TrainingConfig) -> float:
     """bf16 is half of fp32, a larger micro-batch and a fused optimizer are a little faster."""
     step_s = 0.4 * (1.0 + 0.5 / config.micro_batch) * (0.5 if config.precision == "bf16" else 1.0)
     return step_s * (0.95 if config.optimizer_step == "fused" else 1.0) * (0.9 if config.compile != "off" else 1.0)
+
+
+class FlatEstimates:
+    """A cost model that expects of each configuration the mean of the trials so far, within a factor of three."""
+
+    def __init__(self) -> None:
+        self.logs: tuple[list[float], list[float]] = [], []  # of step times, of peaks
+
+    def observe(self, trial: Trial) -> None:
+        seconds = None if trial.step_time_s is None else trial.step_time_s.median
+        for logs, value in zip(self.logs, (seconds, trial.peak_memory_bytes), strict=True):
+            logs += [math.log(value)] if value else []
+
+    def table(self, configs: Sequence[TrainingConfig]) -> Any:
+        columns = {}
+        for name, logs, first in zip(("step_time", "peak_memory"), self.logs, (1.0, 2.0**30), strict=True):
+            unit = "s" if name == "step_time" else "bytes"
+            mean = np.full(len(configs), math.exp(np.mean(logs or [math.log(first)])))
+            columns |= {f"{name}_{unit}": mean, f"{name}_low_{unit}": mean / 3, f"{name}_high_{unit}": mean * 3}
+        return SimpleNamespace(**columns)
+
+
+class ASecondEach:
+    """Costs of trials: a second each, nothing of it for a compilation."""
+
+    def observe(self, trial: Trial) -> None:
+        pass
+
+    def all_s(self, step_time_s: Any) -> Any:
+        return np.ones(len(step_time_s))
+
+    def compile_s(self, config: TrainingConfig) -> float:
+        return 0.0
+
+
+def flat_model(candidates: Sequence[TrainingConfig], cost: Any = None, **given: Any) -> CandidateModel:
+    """A model of candidates of which nothing is known before the first trial."""
+    estimates: Any = FlatEstimates()
+    return CandidateModel(candidates, estimates, cost or ASecondEach(), **given)
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ import pytest
 from autoplan.errors import UsageError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import Objective, PeakMemory, Trial
-from autoplan.planner.search.candidate_model import LEAST_GAIN, Assessment, CandidateModel, prospects
+from autoplan.planner.search.candidate_model import LEAST_GAIN, Assessment, prospects
 from autoplan.planner.search.objective import THROUGHPUT, contenders, drop_level, order, to_beat
 from autoplan.planner.search.run import SearchOptions
 from autoplan.planner.search.selection import collect_runs
@@ -22,6 +22,7 @@ from autoplan.report import facts
 from autoplan.report.facts import pareto_document, pareto_front, pareto_rows
 from autoplan.report.html import render_page
 from autoplan.strategies.config import TrainingConfig
+from tests.planner.search.stand_in import flat_model
 from tests.recorded import make_plan, make_trial
 
 GIB = 2**30
@@ -81,7 +82,7 @@ def test_the_next_trial_lowers_what_is_looked_for():
     candidates = [TrainingConfig(micro_batch=size) for size in (1, 2, 4, 8, 16, 32)]
 
     def asked(objective: Objective, number: int) -> Any:
-        model = CandidateModel(candidates, objective=objective)
+        model = flat_model(candidates, objective=objective)
         for one in trials()[:number]:
             model.observe(one)
         return model.assess()
@@ -95,14 +96,14 @@ def test_the_next_trial_lowers_what_is_looked_for():
     assert (posterior.works <= for_memory.posterior.works).all()
     for_speed = asked(MEMORY, 3)
     assert for_speed.best == 0.0
-    assert CandidateModel(candidates, objective=MEMORY).ranking()
+    assert flat_model(candidates, objective=MEMORY).ranking()
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_turn_for_speed_in_which_nothing_can_win_goes_to_memory(early: bool):
     """Far slower, but known so badly that some improvement is expected: too little chance to be worth a trial."""
     candidates = [TrainingConfig(micro_batch=size) for size in (16, 8)]
-    model = CandidateModel(candidates, objective=Objective(name="memory", min_throughput=0.3))
+    model = flat_model(candidates, objective=Objective(name="memory", min_throughput=0.3))
     model.observe(trial(0, FAST, 1.0, 8.0))
     belief = Posterior(
         log_time=np.array([0.0, 0.51]),

@@ -19,6 +19,7 @@ from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import NUMBER, add_trials, choices_of, load_study, make_distributions
 from autoplan.planner.store.store import Store
 from autoplan.strategies.config import KNOBS, TrainingConfig
+from tests.planner.search.stand_in import flat_model
 
 LIMIT = float(8 << 30)
 CANDIDATES = tuple(
@@ -165,8 +166,8 @@ def test_a_point_is_moved_to_the_candidates_of_the_present_model():
     """A probe leaves out some of those that the sampler began with, and brings others in."""
     configs = [TrainingConfig(micro_batch=size) for size in (1, 2, 4, 8)]
     inner = optuna.samplers.GridSampler({"micro_batch": [4]}, seed=0)
-    sampler = MovingSampler(CandidateModel(configs[:3]), inner, seed=0)
-    sampler.model = CandidateModel(configs[1:])
+    sampler = MovingSampler(flat_model(configs[:3]), inner, seed=0)
+    sampler.model = flat_model(configs[1:])
     assert sampler.draw(math.inf) == configs[2]
     sampler.model.observe(make_trial(0, configs[2]))
     sampler.model.observe(make_trial(1, configs[1]))

@@ -26,6 +26,7 @@ from autoplan.planner.search.trial_cost import (
 )
 from autoplan.planner.trials.request import look_s
 from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig, knob_values
+from tests.planner.search.stand_in import flat_model
 
 PLAIN = TrainingConfig(micro_batch=4)
 COMPILED = PLAIN.model_copy(update={"compile": "model"})
@@ -189,7 +190,7 @@ def seconds_of(config: TrainingConfig) -> float:
 
 @pytest.mark.parametrize("kind", ["autoplan", "random"])
 def test_the_slow_modes_are_for_the_leader_alone(kind: str):
-    model = CandidateModel(MODES)
+    model = flat_model(MODES)
     sampler = None if kind == "autoplan" else make_sampler(kind, model, seed=0)
     tried: list[TrainingConfig] = []
     while (model.hopeful() if sampler is None else model.assess().untried).any():
@@ -208,7 +209,7 @@ def test_the_slow_modes_are_for_the_leader_alone(kind: str):
 def test_a_slow_mode_that_the_user_fixed_waits_for_nothing():
     graphs = [config for config in MODES if config.compile_mode == "max-autotune"]
     assert graphs[0].compile_mode in CUDAGRAPH_MODES
-    assert CandidateModel(graphs).assess().untried.all()
+    assert flat_model(graphs).assess().untried.all()
 
 
 def test_a_slow_mode_that_would_take_much_of_the_budget_is_not_tried():
@@ -216,7 +217,7 @@ def test_a_slow_mode_that_would_take_much_of_the_budget_is_not_tried():
     fast = MODES[0]
     tuned = fast.model_copy(update={"compile_mode": "max-autotune"})
     for limit_s, waits in ((1000.0, False), (60.0, True)):
-        model = CandidateModel(MODES, None, cost, device="cuda", slow_mode_limit_s=limit_s)
+        model = flat_model(MODES, cost, device="cuda", slow_mode_limit_s=limit_s)
         model.observe(trial_of(fast))
         assert model.wait_for_the_leader()[MODES.index(tuned)] == waits
 
@@ -231,7 +232,7 @@ def next_configs(model: CandidateModel) -> list[TrainingConfig]:
 
 
 def test_numbers_of_threads_are_looked_at_last_while_other_work_disturbs_each_trial():
-    model = CandidateModel(THREADS)
+    model = flat_model(THREADS)
     model.observe(trial_of(THREADS[0], window=BUSY))
     assert {config.threads for config in next_configs(model)} == {None}
     model.observe(trial_of(THREADS[0], number=1, window=BUSY))
@@ -240,13 +241,13 @@ def test_numbers_of_threads_are_looked_at_last_while_other_work_disturbs_each_tr
     model.observe(trial_of(THREADS[3], number=3, window=Window(seconds=1.0)))
     assert {config.threads for config in next_configs(model)} == {1, 2}, "and the load is over"
     itself = Window(seconds=1.0, disturbed=f"{RECOMPILED} while it was measured")
-    other = CandidateModel(THREADS)
+    other = flat_model(THREADS)
     other.observe(trial_of(THREADS[0], window=itself))
     assert {config.threads for config in next_configs(other)} == {None, 1, 2}, "no other work"
 
 
 def test_a_number_of_threads_that_ran_only_beside_other_work_is_no_plan():
-    model = CandidateModel(THREADS)
+    model = flat_model(THREADS)
     model.observe(trial_of(THREADS[0], seconds=2.0, window=Window(seconds=1.0)))
     model.observe(trial_of(THREADS[1], number=1, seconds=1.0, window=BUSY))
     assert model.best_trial().config == THREADS[0] and model.hanging == [THREADS[1]]
@@ -257,7 +258,7 @@ def test_a_number_of_threads_that_ran_only_beside_other_work_is_no_plan():
 @pytest.mark.parametrize("counts", [{1}, {1, 2}])
 def test_where_the_user_chose_numbers_of_threads_none_of_them_hangs_on_the_load(counts: set[int]):
     chosen = [config for config in THREADS if config.threads in counts]
-    model = CandidateModel(chosen)
+    model = flat_model(chosen)
     model.observe(trial_of(chosen[0], window=BUSY))
     assert len(next_configs(model)) > 0 and not model.hanging
     assert model.best_trial().config == chosen[0]

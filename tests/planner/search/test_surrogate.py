@@ -11,6 +11,7 @@ from autoplan.planner.search import surrogate
 from autoplan.planner.search.candidate_model import FOLLOWS_CORE, CandidateModel
 from autoplan.planner.search.surrogate import NOISE, Posterior, Prior, Surrogate, as_value
 from autoplan.strategies.config import TrainingConfig
+from tests.planner.search.stand_in import flat_model
 from tests.recorded import make_trial
 
 CONFIGS = [TrainingConfig(micro_batch=size) for size in (1, 2, 4, 8)]
@@ -97,7 +98,7 @@ def test_looks_are_compared_as_if_the_cores_had_kept_the_speed_of_the_first():
     """In a search on a shared Xeon one look in a slow minute, 0.58 of what was expected, gave the lead to another."""
 
     def model_of(*trials: Trial, device: str = "cpu") -> CandidateModel:
-        model = CandidateModel(CONFIGS, device=device)
+        model = flat_model(CONFIGS, device=device)
         for trial in trials:
             model.observe(trial)
         return model

@@ -14,12 +14,13 @@ from autoplan.report import facts
 from autoplan.strategies.config import TrainingConfig
 from benchmarks.recorded import EARLIER, LIMIT_BYTES, read
 from benchmarks.replay import answer, make_estimator
+from tests.planner.search.stand_in import ASecondEach, flat_model
 from tests.planner.search.test_search_sampler import CANDIDATES, LIMIT, Search, make_trial
 from tests.recorded import make_plan
 
 
 def test_nothing_is_said_where_all_were_tried():
-    model = CandidateModel(CANDIDATES, memory_limit_bytes=LIMIT)
+    model = flat_model(CANDIDATES, memory_limit_bytes=LIMIT)
     for number, config in enumerate(CANDIDATES):
         assert find_untried(model, CANDIDATES[0], 1.0) is not None
         model.observe(make_trial(number, config))
@@ -27,7 +28,7 @@ def test_nothing_is_said_where_all_were_tried():
 
 
 def test_a_faster_winner_leaves_less_to_gain():
-    model = CandidateModel(CANDIDATES, memory_limit_bytes=LIMIT)
+    model = flat_model(CANDIDATES, memory_limit_bytes=LIMIT)
     for number, config in enumerate(CANDIDATES[:4]):
         model.observe(make_trial(number, config))
     found = [find_untried(model, CANDIDATES[0], seconds) for seconds in (0.5, 2.0, 8.0)]
@@ -54,7 +55,7 @@ def test_it_is_what_the_search_would_try_next():
 
 
 def test_what_the_budget_stopped_is_not_untried():
-    model = CandidateModel(CANDIDATES, memory_limit_bytes=LIMIT)
+    model = flat_model(CANDIDATES, memory_limit_bytes=LIMIT)
     for number, config in enumerate(CANDIDATES[:-2]):
         model.observe(make_trial(number, config))
     late = {"outcome": Outcome.TIMEOUT, "budget_ended": True, "step_time_s": None}
@@ -68,7 +69,7 @@ def test_what_the_budget_stopped_is_not_untried():
 
 
 def test_where_another_sampler_draws_the_next_one_is_not_known():
-    model = CandidateModel(CANDIDATES, memory_limit_bytes=LIMIT)
+    model = flat_model(CANDIDATES, memory_limit_bytes=LIMIT)
     model.observe(make_trial(0, CANDIDATES[0]))
     untried = find_untried(model, CANDIDATES[0], 1.0, drawn=True)
     assert untried is not None and untried.tried_next is None
@@ -79,7 +80,7 @@ def test_cost_is_compared_per_rank_and_memory_is_left_out():
     one, two, four = (TrainingConfig(micro_batch=1, dp_replicate=ranks) for ranks in (1, 2, 4))
     ratios = {}
     for name in ("throughput", "cost", "memory"):
-        model = CandidateModel([one, two, four], objective=Objective(name=name))  # type: ignore[arg-type]
+        model = flat_model([one, two, four], objective=Objective(name=name))  # type: ignore[arg-type]
         model.observe(make_trial(0, one))
         model.observe(make_trial(1, two))
         ratios[name] = find_untried(model, two, 3.0)
@@ -119,7 +120,8 @@ def test_its_probabilities_are_those_of_recorded_searches():
     for recorded in read(EARLIER):
         for trials in recorded.rounds:
             times = dict(zip(recorded.candidates, recorded.seconds.tolist(), strict=True))
-            model = CandidateModel(recorded.candidates, make_estimator(recorded), memory_limit_bytes=LIMIT_BYTES)
+            cost: Any = ASecondEach()
+            model = CandidateModel(recorded.candidates, make_estimator(recorded), cost, memory_limit_bytes=LIMIT_BYTES)
             for number, trial in enumerate(trials[:-1]):
                 model.observe(answer(trial, number, LIMIT_BYTES))
                 best = model.best_trial()
