@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoplan.planner.records.trials import Trial, WorkLine
+from autoplan.planner.records.trials import Trial
 from autoplan.planner.search.candidate_model import next_looks, ordered
 from autoplan.planner.search.claim import (
     LEAST_ROUNDS,
@@ -47,7 +47,6 @@ from autoplan.planner.trials.measure import RUN_SPREAD, SLICED, Spread
 from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
-    from autoplan.planner.search.candidate_model import CandidateModel
     from autoplan.planner.search.session import Session
 
 MOST_LOOKS = 200
@@ -81,23 +80,23 @@ def read_state(session: Session) -> State:
     if not session.plain_is_known:
         return State(baseline=_baseline(session))
     plain = session.baseline
-    if plain is not None and _is_to_be_proved(session, plain.config):
+    if plain is not None and session.known_parity(plain.config) is None and plain.config not in session.unchecked:
         return State(check=_check_of(session, plain.config, gain=1.0, why="it stands for the plain run"))
     leader = find_leader(session)
-    needs_s = 0.0 if leader is None else leader_needs_s(session, leader)
     claim = None if leader is None else _claim(session, leader)
     most = session.options.max_trials
     out_of_looks = most is not None and session.trials_done + len(session.elsewhere) >= most
     looks = [] if out_of_looks else list(_looks(session))
     began = leader is not None and session.claim_rounds(leader.config) is not None
+    sharpened = takewhile(lambda line: line.kind in ("probe", "trace"), reversed(session.store.ledger))
     return State(
         looks=looks,
         sharpen=list(_sharpening(session, looks)) if looks else (),
-        sharpened_s=sum(line.seconds for line in takewhile(_is_sharpening, reversed(session.store.ledger))),
+        sharpened_s=sum(line.seconds for line in sharpened),
         hand=None if leader is None else _hand(session, leader),
         check=None if leader is None else _check(session, leader),
         pairs=[] if leader is None else list(_pairs(session, leader)),
-        leader_needs_s=needs_s,
+        leader_needs_s=0.0 if leader is None else leader_needs_s(session, leader),
         claim=claim,
         further=None if leader is None or claim is None or began else further_rounds(session, leader),
         claim_fitted=session.claim_fitted,
@@ -133,47 +132,34 @@ def plain_needs_s(session: Session) -> float:
 # Finding.
 
 
-def looks_of(
-    model: CandidateModel, left_s: float, needs_s: Callable[[TrainingConfig, float], tuple[float, float]]
-) -> Iterator[Option]:
-    """The untried candidates that can still win and whose look fits in the time, the best score first.
-
-    Args:
-        model: What is known of the candidates.
-        left_s: Seconds that are left.
-        needs_s: What a candidate, whose look is expected to take so long, needs afterwards if it leads then: in all,
-            and of it the parity check.
-    """
+def _looks(session: Session) -> Iterator[Option]:
+    """The untried candidates that can still win and whose look fits in the time, the best score first."""
+    if session.sampler is not None:
+        yield from _drawn_look(session)
+        return
+    model = session.model
     now = model.assess()
     gain, wanted = next_looks(now)
-    ranked = ordered(now, gain, wanted & (now.cost_s <= left_s))
+    ranked = ordered(now, gain, wanted & (now.cost_s <= session.left_s))
     eager = [index for index in ranked if model.candidates[index].compile == "off"]
     front = {*ranked[:MOST_LOOKS], *eager[:MOST_LOOKS]}  # near the end there may be time to prove those alone
     for index in filter(front.__contains__, ranked):
-        config = model.candidates[index]
-        needed_s, checked_s = needs_s(config, float(now.cost_s[index]))
+        config, cost_s = model.candidates[index], float(now.cost_s[index])
         yield Option(
             kind="look",
             config=config,
             gain=float(gain[index]),
-            cost_s=float(now.cost_s[index]),
-            needs_s=needed_s,
-            check_s=checked_s,
+            cost_s=cost_s,
+            needs_s=needs_s(session, config, cost_s),
+            check_s=check_s(session, config),
             why="it has the largest expected gain for its cost",
             devices=config.world_size,
         )
 
 
-def _looks(session: Session) -> Iterator[Option]:
-    """Our sampler's candidates; of another sampler one that it is going to draw."""
+def _drawn_look(session: Session) -> Iterator[Option]:
+    """A look at the candidate that another sampler is going to draw; none where nothing untried fits in the time."""
     model = session.model
-    if session.sampler is None:
-
-        def after(config: TrainingConfig, look_s: float) -> tuple[float, float]:
-            return needs_s(session, config, look_s), check_s(session, config)
-
-        yield from looks_of(model, session.left_s, after)
-        return
     now = model.assess()
     drawn = next((config for config in model.candidates if config != session.plain_config), model.candidates[0])
     all_s, checked_s = needs_s(session, drawn), check_s(session, drawn)
@@ -195,10 +181,6 @@ def _sharpening(session: Session, looks: Sequence[Option]) -> Iterator[Option]:
     trace_s = trace_cost_s(context, context.variants(*rough)) if near and rough[:1] == near[:1] else 0.0
     if trace_s > 0:
         yield Option(kind="trace", config=near[0], cost_s=trace_s, why="the next ones are predicted without a trace")
-
-
-def _is_sharpening(line: WorkLine) -> bool:
-    return line.kind in ("probe", "trace")
 
 
 def near_configs(session: Session, config: TrainingConfig) -> list[TrainingConfig]:
@@ -454,7 +436,7 @@ def _round_spread(session: Session, config: TrainingConfig) -> Spread:
 
 
 def _check(session: Session, leader: CandidateRuns) -> Option | None:
-    if session.is_given(leader.config) or session.store.parity_of(leader.config) is not None:
+    if session.known_parity(leader.config) is not None:
         return None
     passed = [c for c in session.eligible if (found := session.store.parity_of(c.config)) is not None and found.passed]
     known = {numerics_of(candidate.config) for candidate in passed}
@@ -474,11 +456,6 @@ def _check(session: Session, leader: CandidateRuns) -> Option | None:
 
 def _check_of(session: Session, config: TrainingConfig, gain: float, why: str) -> Option:
     return Option(kind="parity", config=config, gain=gain, cost_s=check_s(session, config), why=why)
-
-
-def _is_to_be_proved(session: Session, config: TrainingConfig) -> bool:
-    """Whether what stands for a plain run that does not fit has no verdict yet: all others are compared with it."""
-    return not (session.is_given(config) or config in session.unchecked or session.store.parity_of(config) is not None)
 
 
 def numerics_of(config: TrainingConfig) -> tuple[object, ...]:
