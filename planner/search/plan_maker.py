@@ -8,8 +8,9 @@ is predicted to be better, and then why the others were not tried.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.surroundings import read_environment
@@ -17,7 +18,7 @@ from autoplan.planner.records.loading import Loading
 from autoplan.planner.records.plan import Alternative, Choice, HandSetting, Measurement, PlanNodes
 from autoplan.planner.records.trials import Interval, Objective, Outcome, Parity, Trial
 from autoplan.planner.search.candidate_model import find_untried
-from autoplan.planner.search.claim import compare, drift
+from autoplan.planner.search.claim import Comparison, compare, drift
 from autoplan.planner.search.device_hours import describe_used
 from autoplan.planner.search.objective import order
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, match_rounds, speed_ratio
@@ -66,6 +67,7 @@ def make_plan(
     """The plan for a winner, or the best so far as it stands; `unverified` says why it is not verified."""
     context = session.context
     candidates = collect_runs(session.store.trials)
+    parities = {trial.config: session.store.parity_of(trial.config) for trial in session.store.trials}
     winner = _runs_of(winner.first, candidates)  # with the runs of the claim
     compared = session.comparison(winner)
     if compared is None:
@@ -98,28 +100,47 @@ def make_plan(
         ),
         parity=parity,
         unverified=unverified,
-        failed_parity=_failed_parity(session),
+        failed_parity=tuple(c for c, found in parities.items() if found and found.finished and not found.passed),
         choices=tuple(explain_choices(session, winner)),
         left_out=context.left_out,
         evidence=session.store.trials,
         ledger=session.store.ledger,
         attempts=session.store.attempts,
-        notes=(
-            *context.spec.notes,
-            *session.notes,
-            *_attempt_notes(session),
-            *_device_notes(session),
-            *(_input_notes(session, winner) if loading is None or loading.setting is None else loading.notes),
-            *_model_notes(session, winner),
-            *_core_notes(session),
-            *([] if (drifted := drift(compared)) is None else [drifted]),
-            *winner.config.risks(),
-        ),
+        notes=tuple(_notes(session, winner, compared, loading)),
         environment=read_environment(),
         training=context.facts.training,
         loading=loading,
         objective=session.objective,
     ).sealed()
+
+
+def _notes(session: Session, winner: CandidateRuns, compared: Comparison, loading: Loading | None) -> Iterator[str]:
+    """Sentences on how the plan was found, and on what it does otherwise than the training did."""
+    context, training = session.context, session.context.facts.training
+    yield from context.spec.notes
+    yield from session.notes
+    for one in session.store.attempts:  # of this and earlier calls of the search
+        yield f"something outside ended {one.describe()}; it does not count"
+    if session.options.max_device_hours is not None:
+        yield describe_used(session.store.ledger, session.options)
+    if loading is not None and loading.setting is not None:
+        yield from loading.notes
+    else:  # trials do not time how batches are made
+        load_s, ranks = session.predict(winner.config).time_parts_s.get("input", 0.0), winner.config.dp
+        said = describe_input(load_s, winner.step_time.median, context.spec.global_batch // ranks, ranks)
+        if said is not None:
+            yield said
+    if training is not None and training.own_checkpointing:
+        yield own_checkpointing_text(winner.config.checkpointing)
+    spread = core_spread(trial.window for trial in session.store.trials)
+    if spread > MOST_CORE_SPREAD:
+        yield (
+            f"the speed of this machine's cores changes by itself, by {spread:.0%} from run to run (others may share "
+            "them): a gain that is smaller shows only in many rounds, with a larger --budget or on a quieter machine"
+        )
+    if (drifted := drift(compared)) is not None:
+        yield drifted
+    yield from winner.config.risks()
 
 
 def _nodes_of(session: Session, config: TrainingConfig) -> PlanNodes | None:
@@ -131,13 +152,6 @@ def _nodes_of(session: Session, config: TrainingConfig) -> PlanNodes | None:
     return PlanNodes(
         count=count, ranks_per_node=per_node, launcher=session.options.launcher, kind=session.context.hardware.kind
     )
-
-
-def _device_notes(session: Session) -> list[str]:
-    """How much of --max-device-hours the search took."""
-    if session.options.max_device_hours is None:
-        return []
-    return [describe_used(session.store.ledger, session.options)]
 
 
 def _runs_of(first: Trial, candidates: Sequence[CandidateRuns]) -> CandidateRuns:
@@ -162,12 +176,6 @@ def _against_hand(session: Session, winner: CandidateRuns, candidates: Sequence[
         speedup=against.speedup,
         claim=against.claim,
     )
-
-
-def _failed_parity(session: Session) -> tuple[TrainingConfig, ...]:
-    """The configurations whose parity check came to its end and failed."""
-    parities = {trial.config: session.store.parity_of(trial.config) for trial in session.store.trials}
-    return tuple(config for config, found in parities.items() if found and found.finished and not found.passed)
 
 
 def measurement_of(session: Session, candidate: CandidateRuns) -> Measurement:
@@ -196,37 +204,6 @@ def _items_per_step(session: Session, candidate: CandidateRuns) -> float:
     spec = session.context.spec
     counted = [run.items_per_step for run in candidate.runs if run.items_per_step]
     return sum(counted) / len(counted) if counted else spec.global_batch * (spec.sequence_length or 1)
-
-
-def _attempt_notes(session: Session) -> list[str]:
-    """The runs that something outside ended, of this and earlier calls of the search."""
-    return [f"something outside ended {one.describe()}; it does not count" for one in session.store.attempts]
-
-
-def _model_notes(session: Session, winner: CandidateRuns) -> list[str]:
-    """Sentences on what the plan does otherwise than the model was set to."""
-    training = session.context.facts.training
-    own = training is not None and training.own_checkpointing
-    return [own_checkpointing_text(winner.config.checkpointing)] if own else []
-
-
-def _core_notes(session: Session) -> list[str]:
-    """A sentence where the cores' speed changes by itself: smaller gains than that take many rounds to show."""
-    spread = core_spread(trial.window for trial in session.store.trials)
-    if spread <= MOST_CORE_SPREAD:
-        return []
-    return [
-        f"the speed of this machine's cores changes by itself, by {spread:.0%} from run to run (others may share "
-        "them): a gain that is smaller shows only in many rounds, with a larger --budget or on a quieter machine"
-    ]
-
-
-def _input_notes(session: Session, winner: CandidateRuns) -> list[str]:
-    """A sentence on the time of making batches, if it is long enough to matter for the step; trials do not time it."""
-    load_s = session.predict(winner.config).time_parts_s.get("input", 0.0)
-    ranks = winner.config.dp
-    sentence = describe_input(load_s, winner.step_time.median, session.context.spec.global_batch // ranks, ranks)
-    return [] if sentence is None else [sentence]
 
 
 def peak_rate(device: Device, precision: str) -> tuple[float | None, str | None]:
@@ -378,18 +355,13 @@ class Against:
 
     Attributes:
         ratio: The plan's speed over the other's.
-        side_by_side: In the rounds of the claim, or in pairs; else a look of the other one.
+        how: In the rounds of the claim or in pairs (side by side); else a look of the other one.
         other: The other one, with the runs that counted.
     """
 
     ratio: Interval
-    side_by_side: bool
+    how: Literal["side by side", "one run each"]
     other: CandidateRuns
-
-    @property
-    def how(self) -> str:
-        """How the two were compared."""
-        return "side by side" if self.side_by_side else "one run each"
 
 
 def against(session: Session, winner: CandidateRuns, other: CandidateRuns) -> Against | None:
@@ -401,19 +373,20 @@ def against(session: Session, winner: CandidateRuns, other: CandidateRuns) -> Ag
             if rounds.claim.why_not is not None and rounds.claim.why_not.startswith("disturbed"):
                 return None
             ratio = invert(rounds.speedup, 1.0) if plain_won else rounds.speedup
-            return Against(ratio=ratio, side_by_side=True, other=rounds.candidate if plain_won else rounds.reference)
+            other = rounds.candidate if plain_won else rounds.reference
+            return Against(ratio=ratio, how="side by side", other=other)
     one, two = match_rounds(winner, other)
     pairs = list(zip(one.finalist_runs, two.finalist_runs, strict=True))
-    side_by_side = bool(pairs)
     quiet = [(a, b) for a, b in pairs or [(winner.first, other.first)] if not (a.disturbed or b.disturbed)]
     if not quiet:
         return None
     mine = [run.step_time_s for run, _ in quiet if run.step_time_s is not None]
     theirs = [run.step_time_s for _, run in quiet if run.step_time_s is not None]
-    if winner.reported.counted and not (side_by_side or other.first.beside):  # not the look that it was chosen by
+    if winner.reported.counted and not (pairs or other.first.beside):  # not the look that it was chosen by
         mine = [winner.reported.step_time]
     ratio = ratio_interval(mine, theirs, session.run_spread)
-    return Against(ratio=ratio, side_by_side=side_by_side, other=replace(other, counted=tuple(b for _, b in quiet)))
+    how: Literal["side by side", "one run each"] = "side by side" if pairs else "one run each"
+    return Against(ratio=ratio, how=how, other=replace(other, counted=tuple(b for _, b in quiet)))
 
 
 def speed_words(ratio: float) -> str:
