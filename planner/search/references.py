@@ -37,7 +37,7 @@ def plain_configs(session: Session) -> list[TrainingConfig]:
     first of these that does is what all others are compared with. A rung is left out if even its smallest micro-batch
     is predicted, at the low end, to take more than there is; the last rung is always there.
     """
-    own = session.own_config
+    own, limit_bytes = session.own_config, session.context.memory_limit_bytes
     sizes = [size for size in session.context.space.values["micro_batch"] if isinstance(size, int)]
     if len(sizes) > 1:
         sizes = [size for size in sizes if size & (size - 1) == 0] or sizes
@@ -45,7 +45,7 @@ def plain_configs(session: Session) -> list[TrainingConfig]:
     ladder = rungs(session)
     for knobs in ladder:
         configs = [TrainingConfig.model_validate({"micro_batch": size} | knobs) for size in sorted(sizes, reverse=True)]
-        if knobs != ladder[-1] and session.predict(configs[-1]).peak_memory_low_bytes > _limit(session):
+        if knobs != ladder[-1] and session.predict(configs[-1]).peak_memory_low_bytes > limit_bytes:
             continue
         fits = (at for at, config in enumerate(configs) if _is_cheap_and_fits(session, config))
         first = next(fits, len(configs) - 1)
@@ -75,11 +75,7 @@ def _fits(session: Session, config: TrainingConfig, predicted: Prediction) -> bo
 def _is_cheap_and_fits(session: Session, config: TrainingConfig) -> bool:
     prediction = session.predict(config)
     micro_step_s = prediction.step_time_s / config.accumulation(session.context.spec.global_batch)
-    return micro_step_s <= VERY_EXPENSIVE_S and prediction.peak_memory_high_bytes <= _limit(session)
-
-
-def _limit(session: Session) -> int:
-    return session.context.memory_limit_bytes
+    return micro_step_s <= VERY_EXPENSIVE_S and prediction.peak_memory_high_bytes <= session.context.memory_limit_bytes
 
 
 def needed_offload(session: Session) -> Any:

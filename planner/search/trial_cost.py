@@ -151,8 +151,6 @@ class TrialCost:
             config: Its scope and mode count.
             warm: With the kernels in the cache; otherwise without.
         """
-        if config.compile == "off":
-            return 0.0
         return self._kind_s((config.compile, config.compile_mode), warm)
 
     def _kind_s(self, kind: tuple[str, str], warm: bool) -> float:

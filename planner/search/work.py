@@ -86,8 +86,9 @@ def run_baseline(session: Session, work: Work) -> None:
     for config in plain_configs(session):
         session.observer.on_phase("baseline", f"{session.run_words(config)}, {config.describe()}")
         deadline_s = session.hard_deadline_s(0.0)
-        if _has_verdict(session.baseline_trials, config, deadline_s):
-            continue
+        made = [trial for trial in session.baseline_trials if trial.config == config]
+        if any(not trial.budget_ended or trial.seconds_spent >= deadline_s for trial in made):
+            continue  # it would end as before: no budget ended it, or there is no more time now
         expected = session.predict(config)
         trial = session.measure("baseline", config, deadline_s=deadline_s, deadline_of_budget=True)
         if trial.outcome is Outcome.OK:
@@ -134,25 +135,15 @@ def _say_what_stands_in(session: Session, config: TrainingConfig) -> None:
 def _repeat_gross(session: Session, trial: Trial, expected: Prediction) -> None:
     """Measures the baseline again while a stall lasts: all else would be priced by it."""
     for number in range(GROSS_AGAIN):
-        if not _is_gross(trial, expected) or trial.seconds_spent > GROSS_SHARE * session.left_s:
+        step = trial.step_time_s
+        gross = trial.disturbed is not None and step is not None and step.median > GROSS * expected.step_time_high_s
+        if not gross or trial.seconds_spent > GROSS_SHARE * session.left_s:
             break
         if not number:
             whose = session.run_words(trial.config)
             session.note(f"other work slowed {whose} down, far beyond what was expected: it ran again")
         trial = session.measure("baseline", trial.config, deadline_s=1.5 * trial.seconds_spent)
         session.forget_void()
-
-
-def _is_gross(trial: Trial, expected: Prediction) -> bool:
-    """Whether other work disturbed a run that took much longer than was expected."""
-    step = trial.step_time_s
-    return trial.disturbed is not None and step is not None and step.median > GROSS * expected.step_time_high_s
-
-
-def _has_verdict(trials: Sequence[Trial], config: TrainingConfig, deadline_s: float) -> bool:
-    """Whether one of them would not end otherwise now: else the budget ended it, and there is more time."""
-    made = [trial for trial in trials if trial.config == config]
-    return any(not trial.budget_ended or trial.seconds_spent >= deadline_s for trial in made)
 
 
 # Looks.
