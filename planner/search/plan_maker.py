@@ -309,8 +309,7 @@ def _compare_with(
         return f"{name} had no time to be measured (trial {trial.number})"
     if trial.step_time_s is None:
         return f"{name} ended as {trial.outcome.value} (trial {trial.number})"
-    runs = next((one for one in collect_runs(session.store.trials) if one.config == other), None)
-    found = against(session, winner, runs or CandidateRuns(config=other, first=trial))
+    found = against(session, winner, _runs_of(trial, collect_runs(session.store.trials)))
     if found is None:
         return f"{name} ran while other work disturbed it or the plan (trial {trial.number})"
     if trial.outcome is Outcome.PRUNED:

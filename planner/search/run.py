@@ -20,14 +20,7 @@ from autoplan.planner.search.inspection import Means, longest_inspection_s
 from autoplan.planner.search.loading import loading_s, measure_loading
 from autoplan.planner.search.next_work import ALONE, next_work
 from autoplan.planner.search.nodes import make_launcher, with_engine
-from autoplan.planner.search.options import (
-    DEFAULT_BUDGET_S,
-    BudgetState,
-    Candidate,
-    SearchObserver,
-    SearchOptions,
-    SearchResult,
-)
+from autoplan.planner.search.options import DEFAULT_BUDGET_S, Candidate, SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.search.plan_maker import make_plan
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.selection import without_void
@@ -36,7 +29,6 @@ from autoplan.planner.search.setup import SearchContext, Target, begin_search, f
 from autoplan.planner.search.side_by_side import SideBySide
 from autoplan.planner.search.state import find_leader, plain_needs_s, read_state
 from autoplan.planner.search.work import await_look, do, drawn, keep_ended, take_turn
-from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.journal import LeaseLostError, check_out
 from autoplan.planner.store.locks import DeviceLock, device_names
 from autoplan.planner.store.store import Store, study_folder, study_identity
@@ -47,16 +39,6 @@ from autoplan.processes import Zygote
 if TYPE_CHECKING:
     from autoplan.probes.profile import HardwareProfile
     from autoplan.processes.nodes import Engine
-
-__all__ = [
-    "Bound",
-    "BudgetState",
-    "Candidate",
-    "SearchObserver",
-    "SearchOptions",
-    "SearchResult",
-    "run_search",
-]
 
 HARDWARE_FILE = "hardware.json"
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.planner.search.run import SearchOptions, run_search
+from autoplan.planner.search.options import SearchOptions
+from autoplan.planner.search.run import run_search
 from autoplan.report.facts import headline
 from autoplan.strategies.workloads.sources import make_spec
 from benchmarks.false_wins import exact_interval, run_pairs, run_searches

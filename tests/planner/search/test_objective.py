@@ -14,7 +14,7 @@ from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import Objective, PeakMemory, Trial
 from autoplan.planner.search.candidate_model import LEAST_GAIN, Assessment, prospects
 from autoplan.planner.search.objective import THROUGHPUT, contenders, drop_level, order, to_beat
-from autoplan.planner.search.run import SearchOptions
+from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.selection import collect_runs
 from autoplan.planner.search.surrogate import Posterior, expected_improvement
 from autoplan.planner.trials.measure import RUN_SPREAD, Spread

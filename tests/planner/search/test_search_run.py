@@ -12,7 +12,8 @@ import pytest
 
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import Outcome
-from autoplan.planner.search.run import SearchOptions, SearchResult, run_search
+from autoplan.planner.search.options import SearchOptions, SearchResult
+from autoplan.planner.search.run import run_search
 from autoplan.strategies.workloads.sources import make_spec
 from tests.planner.search.stand_in import Observer
 
@@ -113,7 +114,8 @@ def test_the_search_goes_on_past_every_fault(tmp_path: Path):
 PLANNER = """
 import sys
 from pathlib import Path
-from autoplan.planner.search.run import SearchObserver, SearchOptions, run_search
+from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.search.run import run_search
 from autoplan.strategies.workloads.sources import make_spec
 from tests.time_box import set_time_box
 

@@ -20,7 +20,8 @@ from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.search import session as search_session
 from autoplan.planner.search import state as search_state
 from autoplan.planner.search.next_work import Work
-from autoplan.planner.search.run import SearchObserver, SearchOptions, SearchResult, run_search
+from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
+from autoplan.planner.search.run import run_search
 from autoplan.processes import Zygote, cause, linux
 from autoplan.strategies.workloads.sources import make_spec
 from tests.time_box import set_time_box

@@ -12,7 +12,8 @@ import pytest
 
 from autoplan.planner.records.trials import Trial
 from autoplan.planner.search.next_work import BESIDE
-from autoplan.planner.search.run import SearchObserver, SearchOptions, run_search
+from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.search.run import run_search
 from autoplan.processes import linux
 from autoplan.strategies.workloads.sources import make_spec
 from tests.time_box import set_time_box

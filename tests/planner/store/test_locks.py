@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from autoplan.errors import DeviceBusyError, StoreError
-from autoplan.planner.search.run import SearchObserver, SearchOptions, run_search
+from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.search.run import run_search
 from autoplan.planner.store import locks
 from autoplan.planner.store.locks import DeviceLock, device_names, lock_folder
 from autoplan.probes.run import read_host_profile

@@ -12,7 +12,8 @@ import pytest
 
 from autoplan.errors import ConfigError
 from autoplan.planner.records.trials import Outcome
-from autoplan.planner.search.run import SearchOptions, SearchResult, run_search
+from autoplan.planner.search.options import SearchOptions, SearchResult
+from autoplan.planner.search.run import run_search
 from autoplan.planner.search.setup import Target, degree_combinations
 from autoplan.strategies.workloads.sources import make_spec
 from tests.strategies.tiny import GPT2
