@@ -180,7 +180,9 @@ def _against_hand(session: Session, winner: CandidateRuns, candidates: Sequence[
 
 def measurement_of(session: Session, candidate: CandidateRuns) -> Measurement:
     """The measurement of a configuration, over all runs that count."""
-    items = _items_per_step(session, candidate)
+    spec = session.context.spec
+    counted = [run.items_per_step for run in candidate.runs if run.items_per_step]  # earlier versions had none
+    items = sum(counted) / len(counted) if counted else spec.global_batch * (spec.sequence_length or 1)
     flops = session.predict(candidate.config).model_flops
     peak, source = peak_rate(session.context.hardware.device(session.context.device), candidate.config.precision)
     step = candidate.step_time
@@ -197,13 +199,6 @@ def measurement_of(session: Session, candidate: CandidateRuns) -> Measurement:
         method=candidate.first.method or "whole_steps",
         trials=tuple(run.number for run in runs),
     )
-
-
-def _items_per_step(session: Session, candidate: CandidateRuns) -> float:
-    """Tokens, or samples, of a step: the mean over the runs; records of earlier versions do not have it."""
-    spec = session.context.spec
-    counted = [run.items_per_step for run in candidate.runs if run.items_per_step]
-    return sum(counted) / len(counted) if counted else spec.global_batch * (spec.sequence_length or 1)
 
 
 def peak_rate(device: Device, precision: str) -> tuple[float | None, str | None]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autoplan.planner.cost.columns import ConfigTable
-from autoplan.planner.records.trials import Prediction
 from autoplan.planner.space.prune import memory_share_bytes
 from autoplan.planner.trials.request import VERY_EXPENSIVE_S
 from autoplan.strategies.config import TrainingConfig
@@ -67,11 +66,6 @@ def rungs(session: Session) -> list[dict[str, Any]]:
     return ladder
 
 
-def _fits(session: Session, config: TrainingConfig, predicted: Prediction) -> bool:
-    share = memory_share_bytes(config, session.context.memory_limit_bytes, session.context.device)
-    return predicted.peak_memory_high_bytes <= share
-
-
 def _is_cheap_and_fits(session: Session, config: TrainingConfig) -> bool:
     prediction = session.predict(config)
     micro_step_s = prediction.step_time_s / config.accumulation(session.context.spec.global_batch)
@@ -123,12 +117,16 @@ def hand_setting(session: Session) -> TrainingConfig | None:
     one takes more memory, and a longer look, for nothing. If there are several devices, the settings have DDP on all
     of them; if that does not fit, FSDP.
     """
-    devices, fitting = session.context.nproc, dict[TrainingConfig, float]()
+    context, fitting = session.context, dict[TrainingConfig, float]()
     for spread in ("dp_replicate", "dp_shard"):
         settings = list(_usual_settings(session, spread))
-        predicted = zip(settings, session.context.estimator.estimate(settings), strict=True)
-        fitting = {config: found.step_time_s for config, found in predicted if _fits(session, config, found)}
-        if devices == 1 or any(config.world_size == devices for config in fitting):
+        predicted = zip(settings, context.estimator.estimate(settings), strict=True)
+        fitting = {
+            config: found.step_time_s
+            for config, found in predicted
+            if found.peak_memory_high_bytes <= memory_share_bytes(config, context.memory_limit_bytes, context.device)
+        }
+        if context.nproc == 1 or any(config.world_size == context.nproc for config in fitting):
             break
     near = [config for config, seconds in fitting.items() if seconds <= (1 + NEAR) * min(fitting.values())]
     return min(near, key=lambda config: (config.micro_batch, fitting[config]), default=None)

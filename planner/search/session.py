@@ -323,12 +323,6 @@ class Session:
         return next((line.config for line in self.store.ledger if line.kind == "hand setting"), None)
 
     @property
-    def hand_is_known(self) -> bool:
-        """Whether the hand setting was looked at, or cannot be now: something outside ended each run of it."""
-        config = self.hand_config
-        return config is not None and (self.has_verdict(config) or config in self.model.out_of_turn)
-
-    @property
     def hand(self) -> Trial | None:
         """The look at the hand setting; one that was stopped early has a bound on its step time."""
         config = self.hand_config

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoplan.planner.records.trials import Trial
 from autoplan.planner.search.next_work import BESIDE, Option, Work
@@ -70,9 +70,7 @@ class SideBySide:
     on_progress: Callable[[Progress], None]
     on_attempt: Callable[[TrialOrder, ProcessReport], None]
     left_s: Callable[[], float]
-
-    def __post_init__(self) -> None:
-        self.begun: dict[int, Begun] = {}
+    begun: dict[int, Begun] = field(default_factory=dict)
 
     @property
     def numbers(self) -> list[int]:

@@ -194,9 +194,12 @@ def _hand(session: Session, leader: CandidateRuns) -> Option | None:
 
     None where the baseline is the user's own setting: that is the one that a person chose.
     """
-    if session.hand_is_known or session.plain_config in (leader.config, session.own_config):
+    chosen = session.hand_config
+    if chosen is not None and (session.has_verdict(chosen) or chosen in session.model.out_of_turn):
+        return None  # it was looked at, or something outside ended each run of it
+    if session.plain_config in (leader.config, session.own_config):
         return None
-    config = session.hand_config or hand_setting(session)
+    config = chosen or hand_setting(session)
     if config is None or config in session.elsewhere:
         return None
     tried = session.has_verdict(config)

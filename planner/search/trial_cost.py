@@ -106,25 +106,21 @@ class TrialCost:
 
     def observe(self, trial: Trial) -> None:
         """Learns from a finished trial; how long it compiled, also from one that was given up afterwards."""
-        self._observe_compiling(trial)
+        config, seconds = trial.config, self._compiled_s(trial)
+        if config.compile != "off" and seconds and trial.outcome in (Outcome.OK, Outcome.PRUNED):
+            known = self._warm if was_warm(trial) else self._cold
+            known.setdefault((config.compile, config.compile_mode), []).append(seconds)
+            self._compiled.add(what_is_compiled(config))
         if trial.outcome is not Outcome.OK or trial.step_time_s is None or trial.round is not None:
             return  # a further run may be shorter than a look
         phases = trial.phase_seconds
         fixed_s = sum(phases.get(name, 0.0) for name in ("start", "init", "build", "done"))
-        self._fixed.setdefault(trial.config.world_size, []).append(fixed_s)
-        accumulation = np.array([float(trial.config.accumulation(self.global_batch))])
-        expected = look_s(np.array([trial.step_time_s.median]), accumulation, trial.config.compile != "off")
+        self._fixed.setdefault(config.world_size, []).append(fixed_s)
+        accumulation = np.array([float(config.accumulation(self.global_batch))])
+        expected = look_s(np.array([trial.step_time_s.median]), accumulation, config.compile != "off")
         spent = phases.get("warmup", 0.0) + phases.get("measure", 0.0)
-        spent += phases.get("compile", 0.0) - self._compiled_s(trial)
+        spent += phases.get("compile", 0.0) - seconds
         self._ratios.append(min(max(spent / float(expected[0]), 0.3), 3.0))
-
-    def _observe_compiling(self, trial: Trial) -> None:
-        config, seconds = trial.config, self._compiled_s(trial)
-        if config.compile == "off" or not seconds or trial.outcome not in (Outcome.OK, Outcome.PRUNED):
-            return
-        known = self._warm if was_warm(trial) else self._cold
-        known.setdefault((config.compile, config.compile_mode), []).append(seconds)
-        self._compiled.add(what_is_compiled(config))
 
     def _micro_step_s(self, trial: Trial) -> float:
         step = trial.step_time_s
@@ -260,11 +256,8 @@ def what_is_compiled(config: TrainingConfig) -> TrainingConfig:
 
 def was_warm(trial: Trial) -> bool:
     """Whether a trial found all its kernels in the compile cache, as its warning says."""
-    for text in trial.warnings:
-        found = _CACHE.match(text)
-        if found is not None:
-            return int(found[1]) > 0 and int(found[2]) == 0
-    return False
+    found = next(filter(None, map(_CACHE.match, trial.warnings)), None)
+    return found is not None and int(found[1]) > 0 and int(found[2]) == 0
 
 
 # A parity check (planner/parity/) starts two processes. One runs the plain reference, the other builds the candidate as

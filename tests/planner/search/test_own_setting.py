@@ -11,8 +11,8 @@ from autoplan.errors import ConfigError, UsageError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.baseline import run_words
 from autoplan.planner.records.trials import Outcome
+from autoplan.planner.search.inspection import with_own_setting
 from autoplan.planner.search.options import SearchOptions
-from autoplan.planner.search.own_setting import with_own_setting
 from autoplan.planner.search.references import plain_configs
 from autoplan.planner.search.run import _baseline_of
 from autoplan.planner.store.store import study_identity
