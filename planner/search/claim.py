@@ -13,9 +13,8 @@ from functools import lru_cache
 from statistics import NormalDist
 
 from autoplan.planner.records.trials import Claim, ClaimRounds, Interval, Outcome, Trial
-from autoplan.planner.search.selection import CandidateRuns, in_slices, match_rounds
-from autoplan.planner.trials.measure import SLICED, Spread, half_width, ratio_interval
-from autoplan.strategies.config import TrainingConfig
+from autoplan.planner.search.selection import CandidateRuns, in_slices, match_rounds, speed_ratio
+from autoplan.planner.trials.measure import SLICED, Spread, half_width
 
 LEAST_ROUNDS, MOST_ROUNDS = 2, 10
 """Rounds of the claim. With one round a disturbed run could not be told from a slow configuration. The most are for
@@ -110,8 +109,9 @@ def chance_to_show(spread: Spread, rounds: int, gain: float) -> float:
 
 def claim_progress(trials: Iterable[Trial], began: ClaimRounds) -> tuple[int, int]:
     """(rounds in which nothing was disturbed, rounds) of a claim that have a run of both."""
-    mine, plain = (_runs_by_round(trials, config, began) for config in (began.config, began.reference))
-    both = [(run, plain[number]) for number, run in mine.items() if number in plain]
+    good = [trial for trial in trials if trial.purpose == "claim" and trial.outcome is Outcome.OK]
+    mine, plain = ([run for run in good if run.config == config] for config in (began.config, began.reference))
+    both = _rounds(mine, plain, began.first_round)
     return sum(not (a.disturbed or b.disturbed) for a, b in both), len(both)
 
 
@@ -119,11 +119,6 @@ def is_claim_over(trials: Iterable[Trial], began: ClaimRounds) -> bool:
     """Whether a claim has its rounds; those in which a run was disturbed are made again, within limits."""
     quiet, made = claim_progress(trials, began)
     return quiet >= began.rounds or made - quiet > ROUNDS_AGAIN
-
-
-def _runs_by_round(trials: Iterable[Trial], config: TrainingConfig, began: ClaimRounds) -> dict[int, Trial]:
-    good = (t for t in trials if t.purpose == "claim" and t.config == config and t.outcome is Outcome.OK)
-    return {t.round: t for t in good if t.round is not None and t.round >= began.first_round}
 
 
 def compare(
@@ -161,11 +156,8 @@ def compare(
         runs = (*candidate.runs, *reference.runs)
         disturbed = next((run.disturbed for run in runs if run.disturbed), None)
         rounds = len(candidate.finalist_runs)
-    sliced = in_slices(candidate, reference)
-    spread = SLICED if sliced else spread
-    speedup = ratio_interval(
-        candidate.step_times, reference.step_times, spread, chosen_from=max(1, chosen_from), sliced=sliced
-    )
+    speedup = speed_ratio(candidate, reference, spread, chosen_from=max(1, chosen_from))
+    spread = SLICED if in_slices(candidate, reference) else spread
     why_not = None
     if disturbed is not None:
         why_not = f"disturbed: not a claim ({disturbed} while it was measured)"

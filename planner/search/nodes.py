@@ -95,7 +95,15 @@ def _from_outside(
     from autoplan.probes.nodes import read_first_profile
     from autoplan.probes.run import machine_is
 
-    with _make_nodes(options, engine, _SameKind(), on_note) as launcher, machine_is(read_first_profile(launcher)):
+    first: dict[str, Any] = {}
+
+    def check(its: Any) -> str | None:
+        """This machine is none of the nodes: all are as the first of them, with this autoplan."""
+        if not first and isinstance(its, dict):
+            first.update(its | {"autoplan": source_version()})
+        return _why_not(first, its)
+
+    with _make_nodes(options, engine, check, on_note) as launcher, machine_is(read_first_profile(launcher)):
         return work(Begun(engine, launcher))
 
 
@@ -142,18 +150,6 @@ def _make_nodes(
         on_note=on_note,
         preload=(*preload_for(options.spec), *COMPILER),  # agents import nothing later
     )
-
-
-class _SameKind:
-    """The check of nodes where this machine is none: all are as the first of them, with this autoplan."""
-
-    def __init__(self) -> None:
-        self._first: dict[str, Any] | None = None
-
-    def __call__(self, its: Any) -> str | None:
-        if self._first is None and isinstance(its, dict):
-            self._first = its | {"autoplan": source_version()}
-        return "it does not say what it is" if self._first is None else _why_not(self._first, its)
 
 
 def describe(profile: HardwareProfile) -> dict[str, Any]:

@@ -391,10 +391,8 @@ def speed_words(ratio: float) -> str:
 
 
 def _left_out_reason(session: Session, knob: str) -> str | None:
-    for family in session.context.left_out:
-        if family.family.startswith(f"{knob}="):
-            return f"{family.family} left out: {family.limit}"
-    return None
+    ours = (one for one in session.context.left_out if one.family.startswith(f"{knob}="))
+    return next((f"{one.family} left out: {one.limit}" for one in ours), None)
 
 
 def _illegal_reason(session: Session, config: TrainingConfig, knob: str) -> str | None:

@@ -151,15 +151,13 @@ def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
 def without_void(trials: Iterable[Trial]) -> tuple[Trial, ...]:
     """The trials without runs of the baseline that other work disturbed grossly: again, one took half the time."""
     trials = tuple(trials)
-    plain = [trial for trial in trials if trial.purpose == "baseline" and trial.step_time_s is not None]
-
-    def is_void(trial: Trial) -> bool:
-        step, same = trial.step_time_s, [other for other in plain if other.config == trial.config]
-        if trial.disturbed is None or step is None:
-            return False
-        return any(2 * other.step_time_s.median < step.median for other in same if other.step_time_s is not None)
-
-    void = [trial for trial in plain if is_void(trial)]
+    plain = [(trial, trial.step_time_s.median) for trial in trials if trial.purpose == "baseline" and trial.step_time_s]
+    void = [
+        trial
+        for trial, seconds in plain
+        if trial.disturbed is not None
+        and any(2 * other_s < seconds for other, other_s in plain if other.config == trial.config)
+    ]
     return tuple(trial for trial in trials if trial not in void) if void else trials
 
 

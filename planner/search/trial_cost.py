@@ -227,17 +227,13 @@ class TrialCost:
             slower: How many times as long its steps take now. Where they are short it makes no difference: so many
                 more are measured.
         """
-        together_s = 0.0
+        together_s = longer_s = 0.0
         for trial in (one, other):
-            by = slower(trial) if self._micro_step_s(trial) > EXPENSIVE_S else 1.0
-            together_s += by * self.repeat_s(trial)
-        if not sliced:
-            return together_s
-        longer_s = 0.0
-        for trial in (one, other):
-            if trial.step_time_s is not None and self._micro_step_s(trial) <= EXPENSIVE_S:
+            short = self._micro_step_s(trial) <= EXPENSIVE_S
+            together_s += (1.0 if short else slower(trial)) * self.repeat_s(trial)
+            if trial.step_time_s is not None and short:
                 longer_s += max(0.0, SLICED_S - max(MEASURING_S, SAMPLES * trial.step_time_s.median))
-        return together_s + longer_s - self.fixed_s
+        return together_s + longer_s - self.fixed_s if sliced else together_s
 
     def _total(
         self, step_time_s: Array, accumulation: Array, compiling: Array | float, ranks: NDArray[np.int64]
