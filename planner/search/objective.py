@@ -142,15 +142,10 @@ def view(
         posterior: Of their step times and peaks.
         trials: Good ones that may be the plan.
     """
-    times = [math.log(trial.step_time_s.median) for trial in trials if trial.step_time_s is not None]
+    times = [math.log(t.step_time_s.median * devices_of(objective, t.config)) for t in trials if t.step_time_s]
     if objective.name == "cost":
         factors = np.log([devices_of(objective, config) for config in configs])
-        best = min(
-            math.log(trial.step_time_s.median * devices_of(objective, trial.config))
-            for trial in trials
-            if trial.step_time_s is not None
-        )
-        return replace(posterior, log_time=posterior.log_time + factors), best
+        return replace(posterior, log_time=posterior.log_time + factors), min(times)
     limit = min(times) - math.log(objective.floor)
     reaches = normal_cdf((limit - posterior.log_time) / posterior.log_time_sd)
     seen = [

@@ -8,6 +8,7 @@ called at any time, and says before what it is expected to cost.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -429,14 +430,10 @@ def _first_rates(
     from autoplan.probes.run import most_ranks, run_probes
 
     known = None
-    if means.saved is not None and means.saved.exists():
-        try:
+    if means.saved is not None:
+        with suppress(OSError, ValueError):  # there is none, or it is of another version, or torn: measured again
             known = HardwareProfile.model_validate_json(means.saved.read_text())
-        except (OSError, ValueError):
-            known = None  # of another version, or torn: measured again
-        if known is not None and known.fingerprint != now.fingerprint:
-            known = None
-    if known is None:
+    if known is None or known.fingerprint != now.fingerprint:
         means.observer.on_phase("probe", f"a first look at this machine's {'GPU' if device == 'cuda' else 'CPU'}")
         known = run_probes(means.zygote, device=device, brief=True)
     if known.disturbed is not None:

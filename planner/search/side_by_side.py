@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.planner.records.trials import Trial
-from autoplan.planner.search.next_work import BESIDE, Option, Work
+from autoplan.planner.search.next_work import BESIDE, Work
 from autoplan.planner.trials.measure import ToBeat
 from autoplan.planner.trials.parts import Parts
 from autoplan.planner.trials.runner import TrialOrder
@@ -39,17 +39,6 @@ class Begun:
     work: Work
     began_s: float
     order: TrialOrder
-
-    def left(self, spent_s: float) -> Option:
-        """What is left of it, as a piece of work, when so many seconds are spent."""
-        left_s = max(0.0, self.work.cost_s - (spent_s - self.began_s))
-        return Option(
-            kind=self.work.kind,
-            config=self.work.config,
-            cost_s=left_s,
-            needs_s=self.work.needs_s,
-            check_s=self.work.check_s,
-        )
 
 
 @dataclass(kw_only=True)
@@ -87,9 +76,10 @@ class SideBySide:
         """Whether each part has a look."""
         return len(self.begun) == len(self.parts)
 
-    def running(self, spent_s: float) -> list[Option]:
+    def running(self, spent_s: float) -> list[Work]:
         """What is left of the looks that run, when so many seconds are spent."""
-        return [one.left(spent_s) for one in self.begun.values()]
+        begun = [(one.work, spent_s - one.began_s) for one in self.begun.values()]
+        return [replace(work, cost_s=max(0.0, work.cost_s - ran_s)) for work, ran_s in begun]
 
     def fits_a_part(self, config: TrainingConfig | None) -> bool:
         """Whether a configuration runs on one part."""

@@ -134,24 +134,21 @@ def _timed(trials: Sequence[Trial], codes: Array, prior: Prior) -> Observed:
     exact = [i for i, trial in enumerate(trials) if trial.step_time_s is not None and trial.at_least_s is None]
     late = [i for i, trial in enumerate(trials) if trial.at_least_s is not None]
     steps = [trials[i].step_time_s for i in exact]
-    observed = Observed(
-        codes=codes[exact],
-        values=np.array([math.log(step.median) for step in steps if step is not None]),
-        mean=prior.log_time[exact],
-        sd=prior.log_time_sd[exact],
-        noise=np.array([math.hypot(_noise(trials[i], spread), apart[i]) for i in exact]),
+
+    def at(places: list[int], values: Array, noise: Array) -> Observed:
+        mean, sd = prior.log_time[places], prior.log_time_sd[places]
+        return Observed(codes=codes[places], values=values, mean=mean, sd=sd, noise=noise)
+
+    observed = at(
+        exact,
+        np.array([math.log(step.median) for step in steps if step is not None]),
+        np.array([math.hypot(_noise(trials[i], spread), apart[i]) for i in exact]),
     )
     if not late:
         return observed
     bounds = np.log(np.array([trials[i].at_least_s for i in late], dtype=float))
     values, noise = as_value(bounds, *observed.predict(codes[late], prior.log_time[late], prior.log_time_sd[late]))
-    return Observed(
-        codes=codes[exact + late],
-        values=np.concatenate([observed.values, values]),
-        mean=prior.log_time[exact + late],
-        sd=prior.log_time_sd[exact + late],
-        noise=np.concatenate([observed.noise, noise]),
-    )
+    return at(exact + late, np.concatenate([observed.values, values]), np.concatenate([observed.noise, noise]))
 
 
 def _cores_apart(trials: Sequence[Trial]) -> Array:

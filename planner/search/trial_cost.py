@@ -182,14 +182,9 @@ class TrialCost:
 
     def all_s(self, step_time_s: Array) -> Array:
         """Expected seconds of a trial of each candidate, given their step times."""
-        cold = {kind: self._kind_s(kind, False) for kind in set(self._kinds)}
-        warm = {kind: self._kind_s(kind, True) for kind in set(self._kinds)}
-        compiling = np.array(
-            [
-                (warm if graph in self._compiled else cold)[kind]
-                for kind, graph in zip(self._kinds, self._graphs, strict=True)
-            ]
-        )
+        kinds_s = {(kind, warm): self._kind_s(kind, warm) for kind in set(self._kinds) for warm in (False, True)}
+        each = zip(self._kinds, self._graphs, strict=True)
+        compiling = np.array([kinds_s[kind, graph in self._compiled] for kind, graph in each])
         return self._total(step_time_s, self._accumulation, compiling, self._ranks)
 
     def one_s(self, config: TrainingConfig, step_time_s: float) -> float:
