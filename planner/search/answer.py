@@ -83,10 +83,8 @@ class SearchRun:
             drop_unverified(self)
         elif (path := keep_unverified(self, ENDED.get(status, "the search ended"), self.options.out)) is not None:
             facts |= {"unverified_path": path, "reason": f"{facts.get('reason')}. The best so far is in {path}"}
-        known: dict[str, Any] = {
-            "left_out": () if self.context is None else self.context.left_out,
-            "notes": () if self.session is None else tuple(self.session.notes),
-        }
+        facts.setdefault("left_out", () if self.context is None else self.context.left_out)
+        facts.setdefault("notes", () if self.session is None else tuple(self.session.notes))
         good = (trial for trial in without_void(trials) if trial.purpose == "baseline" and trial.outcome is Outcome.OK)
         return SearchResult(
             status=status,
@@ -103,7 +101,7 @@ class SearchRun:
             unit=self.workload.unit,
             study=self.store.identity,
             store=str(self.store.folder),
-            **(known | facts),
+            **facts,
         )
 
     def ended_elsewhere(self) -> bool:
@@ -306,7 +304,7 @@ def interrupted(run: SearchRun) -> SearchResult:
     )
 
 
-def budget_ended(run: SearchRun, before: str, *, ended_by: str = "time", needed_s: float | None = None) -> SearchResult:
+def budget_ended(run: SearchRun, before: str, *, needed_s: float | None = None) -> SearchResult:
     """The time is over before there is a verified plan; `before` is a sentence that says so.
 
     The hint names a budget, twice the one that ended, or `needed_s` where that is more; and what is tried next, once
@@ -323,7 +321,7 @@ def budget_ended(run: SearchRun, before: str, *, ended_by: str = "time", needed_
         best_s = best.step_time_s.median / run.session.model.pace_of(best)
         untried = find_untried(run.session.model, best.config, best_s, drawn=drawn)
         hint += "" if untried is None else " So far, " + untried.describe("the best trial's") + "."
-    return run.finish("budget_ended", before, hint, ended_by=ended_by)
+    return run.finish("budget_ended", before, hint)
 
 
 def nothing_fits(run: SearchRun, context: SearchContext) -> SearchResult:
@@ -361,7 +359,7 @@ def nothing_ran(run: SearchRun, ended_by: str) -> SearchResult:
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     reason = f"no configuration ran: {counts}" + (f". The last: {failed[-1].reason}" if failed else "")
     if ended_by == "time":
-        return budget_ended(run, reason if failed else f"the time ended {alone}", ended_by=ended_by)
+        return budget_ended(run, reason if failed else f"the time ended {alone}")
     hint = "autoplan's record has the last lines of each trial. If all fail alike, the workload itself is broken."
     return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)
 

@@ -394,7 +394,7 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
     if session.best is None:
         return answer.nothing_ran(run, session.ended_by)
     if leader is None and session.unchecked and not run.did_not_run:
-        return answer.budget_ended(run, "the budget ended before the parity check of the fastest", ended_by="time")
+        return answer.budget_ended(run, "the budget ended before the parity check of the fastest")
     if leader is None:
         return answer.nothing_verified(run, session.ended_by)
     assert plain is not None, "what led was compared with it"
@@ -411,7 +411,7 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
         leader = fallback
     parity = session.known_parity(leader.config)
     if parity is None or (leader.config == plain.config and session.unchecked and not run.did_not_run):
-        return answer.budget_ended(run, "the budget ended before the parity check of the fastest", ended_by="time")
+        return answer.budget_ended(run, "the budget ended before the parity check of the fastest")
     if beaten:
         session.note(beaten)
     loading = measure_loading(session, leader)

@@ -251,9 +251,9 @@ class Session:
         """The setting that the training has now; None: it is not known."""
         return self.context.spec.own_setting
 
-    def run_words(self, config: TrainingConfig, *, whole: bool = False) -> str:
+    def run_words(self, config: TrainingConfig) -> str:
         """What a baseline is called: see `autoplan.planner.records.baseline.run_words`."""
-        return run_words(config, self.own_config, whole=whole)
+        return run_words(config, self.own_config)
 
     def is_given(self, config: TrainingConfig) -> bool:
         """Whether a baseline needs no parity check: it is the training as the user has it, or the plain run.
