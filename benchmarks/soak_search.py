@@ -42,7 +42,7 @@ def pair_all() -> None:
         one for one in candidates if one.config != leader.config
     ]
     state.is_decided = lambda *runs: False
-    state.LEAST_PAIR_GAIN = next_work.LEAST_PAIR_GAIN = 0.0
+    next_work.LEAST_PAIR_GAIN = 0.0
 
 
 def main(store: str, budget_s: str, phase_file: str, result_file: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 def set_time_box(change: Callable[[Any, str, Any], None] = setattr) -> None:
     """Two rounds of a claim and of a staircase, and no pairs; `change` is what sets an attribute."""
-    from autoplan.planner.search import claim, next_work, state
+    from autoplan.planner.search import claim, next_work
     from autoplan.planner.verify import climb
 
     change(claim, "MOST_ROUNDS", claim.LEAST_ROUNDS)
@@ -21,8 +21,7 @@ def set_time_box(change: Callable[[Any, str, Any], None] = setattr) -> None:
     change(claim, "ROUNDS_AGAIN", 1)
     change(climb, "ROUNDS", claim.LEAST_ROUNDS)
     change(climb, "ROUNDS_AGAIN", 1)
-    for module in (next_work, state):
-        change(module, "LEAST_PAIR_GAIN", math.inf)
+    change(next_work, "LEAST_PAIR_GAIN", math.inf)
 
 
 if __name__ == "__main__":

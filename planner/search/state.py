@@ -24,7 +24,6 @@ from autoplan.planner.search.claim import (
 )
 from autoplan.planner.search.next_work import (
     HAND_GAIN,
-    LEAST_PAIR_GAIN,
     TRIED_SHARE,
     Option,
     State,
@@ -224,18 +223,14 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
         made = len(shared_rounds((leader, other)))
         if other.config in session.unpaired or made >= MOST_PAIRS or (made and is_decided(leader, other, spread)):
             continue
-        runs = 1 + made
         one, best = match_rounds(other, leader) if other.first.beside else (other, leader)
         difference = math.log(_counted_s(session, one) / _counted_s(session, best))
         sliced = session.in_slices(leader.first, other.first)
         pair_sd = math.sqrt(2) * (SLICED if sliced else spread).sd
-        gain = pair_gain(difference, spread.sd * math.sqrt(2 / runs), pair_sd)
-        if gain < LEAST_PAIR_GAIN:
-            continue
         yield Option(
             kind="pair",
             config=other.config,
-            gain=gain,
+            gain=pair_gain(difference, spread.sd * math.sqrt(2 / (1 + made)), pair_sd),
             cost_s=cost.round_s(leader.first, other.first, sliced=sliced),
             needs_s=needs_s(session, other.config),
             check_s=check_s(session, other.config),
