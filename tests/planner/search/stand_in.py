@@ -81,7 +81,7 @@ class FlatEstimates:
             logs += [math.log(value)] if value else []
 
     def table(self, configs: Sequence[TrainingConfig]) -> Any:
-        columns = {}
+        columns: dict[str, Any] = {}
         for name, logs, first in zip(("step_time", "peak_memory"), self.logs, (1.0, 2.0**30), strict=True):
             unit = "s" if name == "step_time" else "bytes"
             mean = np.full(len(configs), math.exp(np.mean(logs or [math.log(first)])))
