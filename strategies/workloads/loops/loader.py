@@ -238,7 +238,7 @@ def read_loader(
         WorkloadError: batches of different sizes, a dataset smaller than a global batch, or a collate_fn that does not
             keep the number of samples.
     """
-    size = _batch_size(loader, seed)
+    size = _batch_size(loader)
     samples_per_step = global_batch or size * batches_per_step
     most = max(SAMPLES_OF_ORDER, BATCHES_OF_ORDER * samples_per_step)
     order = tuple(itertools.islice(_indices(loader, seed), most))
@@ -356,7 +356,7 @@ def _refuse_shard(loader: DataLoader[Any]) -> None:
         )
 
 
-def _batch_size(loader: DataLoader[Any], seed: int) -> int:
+def _batch_size(loader: DataLoader[Any]) -> int:
     """Samples of a batch.
 
     Raises:
