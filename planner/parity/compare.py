@@ -90,8 +90,8 @@ def run_parity(launch: Launch, request: ParityRequest, directory: Path, cache_di
             if not own and fitting == "plain" and not too_long:
                 break
             continue
-        changes = {"reference": reference.measurement, "time_s": CANDIDATE_SHARE * launch.time_s()}
-        report, candidates = _run(launch, plain.model_copy(update=changes), directory / "candidate")
+        beside: dict[str, Any] = {"reference": reference.measurement, "time_s": CANDIDATE_SHARE * launch.time_s()}
+        report, candidates = _run(launch, plain.model_copy(update=beside), directory / "candidate")
         if candidates:
             return compare(reference, candidates, config).model_copy(update={"own_shapes": own})
         verdict = unfinished(config, why_unfinished(report, "the candidate"))
