@@ -192,7 +192,22 @@ def from_loop(
     Raises:
         WorkloadError: a part is missing or of the wrong kind, or the loop trains what no plan can keep.
     """
-    workload = read_parts(**locals())  # each argument by its name
+    workload = read_parts(
+        model,
+        optimizer=optimizer,
+        dataloader=dataloader,
+        loss=loss,
+        trainer=trainer,
+        accelerator=accelerator,
+        loss_mean=loss_mean,
+        schedule=schedule,
+        schedule_interval=schedule_interval,
+        max_grad_norm=max_grad_norm,
+        global_batch=global_batch,
+        sequence_length=sequence_length,
+        name=name,
+        seed=seed,
+    )
     if workload is None:
         raise UsageError(
             "no dataloader was given",
