@@ -92,9 +92,7 @@ def _read(folder: Path) -> Study | None:
     if not lines or lines[0].get("kind") != "study":
         return None
     kinds = [line.get("kind") for line in lines]
-    # the lock names the process that has the search
-    runs = (folder / "lock.owner").exists() and "not on this" not in OwnedLock(folder / "lock").owner
-    status = "running" if runs else read_end(lines).status
+    status = "running" if _runs(folder) else read_end(lines).status
     try:
         speedup = json.loads(read_regular(folder / "plan.json"))["speedup"] if status == "plan_found" else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -109,3 +107,8 @@ def _read(folder: Path) -> Study | None:
         status=status,
         speedup=speedup,
     )
+
+
+def _runs(folder: Path) -> bool:
+    """Whether a living process has the search: the one that its lock names."""
+    return (folder / "lock.owner").exists() and "not on this" not in OwnedLock(folder / "lock").owner

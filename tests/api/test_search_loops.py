@@ -56,7 +56,7 @@ def test_the_plan_of_an_accelerate_loop_trains_what_the_loop_trains() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run, batches = plan.apply_to(model, optimizer, loader, schedule=schedule, max_grad_norm=CLIP)
-    assert batches.collate_fn.micro_batch == 4, "each micro-batch is padded by itself"
+    assert batches.collate_fn.keywords["micro_batch"] == 4, "each micro-batch is padded by itself"
     for _, batch in zip(range(STEPS), batches, strict=False):
         assert float(run.step(batch).grad_norm) > CLIP
     got = parameters_of(run.model)

@@ -607,13 +607,13 @@ def test_a_file_that_vanishes_while_searches_are_listed_counts_nothing(cli, tmp_
         patch.setattr(os, "lstat", vanish)
         (listed,) = cli("ls", "--store", "store", "--json").document["searches"]
     assert listed["size_bytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    lines = studies._lines
+    parse = studies.parse_lines
 
-    def end(path: Path):
-        yield from list(lines(path))
-        path.unlink()
+    def end(content: bytes):
+        (folder / "record.jsonl").unlink()
+        return parse(content)
 
-    monkeypatch.setattr(studies, "_lines", end)
+    monkeypatch.setattr(studies, "parse_lines", end)
     assert cli("ls", "--store", "store", "--json").document["searches"] == []
 
 

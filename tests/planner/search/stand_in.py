@@ -185,10 +185,10 @@ class World:
         facts["window"] = Window(seconds=measuring_s, disturbed=disturbed, core_s=1e-3 * core, core_readings=9)
         if order.to_beat is not None and facts["window"].disturbed is None:
             for number in range(3, 6):
-                found = measure.compare(steps[:number], order.to_beat)
-                if found.behind:
+                at_least_s = measure.compare(steps[:number], order.to_beat)
+                if at_least_s is not None:
                     steps, measuring_s = steps[:number], 0.6 * measuring_s
-                    facts |= {"outcome": Outcome.PRUNED, "at_least_s": found.at_least_s, "reason": "slower"}
+                    facts |= {"outcome": Outcome.PRUNED, "at_least_s": at_least_s, "reason": "slower"}
                     break
         median = float(np.median(steps))
         spent_s = FIXED_S + compiling_s + measuring_s
