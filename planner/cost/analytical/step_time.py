@@ -105,7 +105,7 @@ class EstimateTable:
 
     def busy_parts(self) -> Floats:
         """Seconds by part of what the GPUs take, of shape (rows, parts): the step without what the input adds."""
-        return np.column_stack([getattr(self, f"{name}_s") for name in TIME_PARTS if name != "input"])
+        return np.column_stack([getattr(self, f"{name}_s") for name in BUSY_PARTS])
 
     def step_interval(self, i: int) -> tuple[float, float]:
         """Seconds of a row's step at least and at most: a factor on what GPUs take; the input's rate is as given."""
@@ -123,7 +123,8 @@ FACTORS_OF = {
     "optimizer": ("optimizer",),
 }
 """The parts of a step as an answer names them, and the factors of the calibration that they are made of."""
-TIME_PARTS = ("matmul", "attention", "memory", "launch", "communication", "bubble", "optimizer", "input")
+BUSY_PARTS = ("matmul", "attention", "memory", "launch", "communication", "bubble", "optimizer")
+TIME_PARTS = (*BUSY_PARTS, "input")
 
 
 def node_share(columns: Columns, gpus_per_node: float | Floats) -> Floats:
@@ -170,7 +171,7 @@ def estimate_layouts(rows: Layouts, correction: Correction | None = None) -> Est
     parts = parts_by_name(all_parts) | {"bubble_s": bubble}
     log_sd = np.full(len(rows), UNCALIBRATED_SD)
     if correction is not None:
-        factor, log_sd = correction.predict(np.column_stack(list(parts.values())), _kinds(rows))
+        factor, log_sd = correction.predict(np.column_stack([parts[f"{name}_s"] for name in BUSY_PARTS]), _kinds(rows))
         parts = {name: factor * seconds for name, seconds in parts.items()}
     if rows.experts.any():  # the busiest expert's rank sets the pace of all that share experts
         busy = sum(parts.values(), np.zeros(len(rows)))

@@ -16,10 +16,11 @@ from autoplan.planner.cost.analytical.inputs import IGNORED_KNOBS, OTHER_INPUTS
 from autoplan.planner.cost.analytical.layout_search import Question
 from autoplan.planner.cost.analytical.layouts import Layouts
 from autoplan.planner.cost.analytical.rows import estimate_rows
-from autoplan.planner.cost.analytical.step_time import estimate_layouts
+from autoplan.planner.cost.analytical.step_time import estimate_layouts, learn_correction
 from autoplan.planner.cost.analytical.transformer import Transformer, find_transformer
 from autoplan.planner.cost.columns import SHARDINGS
 from autoplan.planner.cost.communication import Exchange, boundary_width, datasheet_links, exchange
+from autoplan.planner.cost.correction import Correction
 from autoplan.planner.cost.states import state_bytes
 from autoplan.planner.cost.traced.candidates import Candidates, from_configs
 from autoplan.planner.cost.traced.estimator import CostTable, Estimator
@@ -158,6 +159,24 @@ def test_replicas_of_shards_reduce_once_per_step() -> None:
     gradient_s = [exchanged(rows).gradient_s[0] for rows in (layouts, one_node)]
     once = LINKS.all_reduce_s(np.array([2.0 * LLAMA.parameters / 8]), np.array([8.0]), np.array([1.0]))
     assert gradient_s[0] - gradient_s[1] == pytest.approx(once[0]), "one all-reduce of a share over the replicas"
+
+
+def test_a_correction_is_used_on_the_parts_that_it_was_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    row: dict[str, Any] = CLUSTER | {"model": "llama2-7b", "num_gpus": 64, "global_batch": 64, "micro_batch": 1}
+    row |= {"checkpointing": "full", "precision": "bf16"}
+    layouts = estimate_rows([row | {"pp": 8, "dp_shard": 8}, row | {"dp_shard": 64}]).layouts
+    assert layouts is not None
+    table, seen = estimate_layouts(layouts), []
+
+    def predict(self: Correction, parts: Any, kinds: Any) -> tuple[Any, Any]:
+        seen.append(parts)
+        return np.ones(len(parts)), np.full(len(parts), 0.1)
+
+    learned = learn_correction(layouts, table.step_time_s)
+    monkeypatch.setattr(Correction, "predict", predict)
+    estimate_layouts(layouts, learned)
+    assert table.bubble_s[0] > 0 and table.bubble_s[0] != table.optimizer_s[0]
+    np.testing.assert_allclose(seen[0], table.busy_parts())
 
 
 # Knobs.
