@@ -322,7 +322,6 @@ def _what_is_hashed(spec: WorkloadSpec, workload: Workload, data: DataFiles) -> 
 def _facts(
     spec: WorkloadSpec, workload: Workload, model: nn.Module, structure: Structure, choices: list[Choices]
 ) -> WorkloadFacts:
-
     # of a model inside a module of the user's own, the one that trains
     trained = (inner for inner in language_models(model) if any(p.requires_grad for p in inner.parameters()))
     config: Any = getattr(next(trained, model), "config", None)
@@ -354,7 +353,6 @@ def _facts(
 
 
 def _check_optimizer(workload: Workload, model: nn.Module) -> None:
-
     what = f"build_optimizer(parameters) of {workload.name}"
     with users_call(what, "It makes a torch.optim.Optimizer from the parameters that it is given."):
         optimizer = workload.build_optimizer(trainable(model))

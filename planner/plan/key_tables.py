@@ -71,7 +71,7 @@ def version_line(tool: str, version: str | None) -> str:
     """The line on versions in the head of a file, where this version of the tool is installed."""
     table = pick_table(tool, version)
     verified = f"verified on {table['verified']}" if table["verified"] else "not verified"
-    here = f"; {version} is installed here" if version not in (None, table["verified"]) else ""
+    here = f"; {version} is installed where it was written" if version not in (None, table["verified"]) else ""
     return f"Written for {tool} {table['written_for']}, {verified}{here}."
 
 

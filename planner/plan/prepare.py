@@ -76,10 +76,9 @@ def prepare_plan(
         fields = {"model": "build_model", "optimizer": "build_optimizer", "schedule": "build_schedule"}
         all_parts = {name: getattr(whole, fields.get(name, name)) for name in given}
         given = all_parts | {name: part for name, part in given.items() if part is not None}
-    kind = None if device is None else torch.device(device).type
-    for text in check_training(plan, changed_ok=plan.changed_ok, device=kind, **given):
-        warnings.warn(text, stacklevel=3)
     target = _pick_device(plan, device)
+    for text in check_training(plan, changed_ok=plan.changed_ok, device=target.type, **given):
+        warnings.warn(text, stacklevel=3)
     instance = parts.optimizer if isinstance(parts.optimizer, torch.optim.Optimizer) else None
     _refuse_hooks_on_shards(plan, instance)
     made = make_workload(plan, parts, named=is_named, searched=whole)

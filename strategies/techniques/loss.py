@@ -216,8 +216,8 @@ def _reason_of_watch(watched: list[str]) -> str | None:
 def _compare_on(workload: Workload, model: nn.Module, index: int, device: torch.device) -> str | None:
     """The comparison on one batch; a model that refuses short sequences gets them at full length."""
     whole = workload.make_batch(workload.fixed_micro_batch or 2, index)
-    batch = shorten(whole, SHORT_LENGTH)
     try:
+        batch = shorten(whole, SHORT_LENGTH)
         own = _loss_and_gradient(workload, model, workload.loss, move_batch(batch, device))
     except Exception:  # a window or a pooling may need longer sequences
         batch = whole

@@ -95,4 +95,4 @@ def test_a_version_outside_the_tables_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ExportError, match="no key table fits lightning 2.1"):
         pick_table("lightning", "2.1.4")
     monkeypatch.setattr("autoplan.planner.export.lightning.installed_version", lambda package: "2.7.0")
-    assert "; 2.7.0 is installed here" in text_of("lightning")[0]
+    assert "; 2.7.0 is installed where it was written" in text_of("lightning")[0]
