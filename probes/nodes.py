@@ -128,8 +128,7 @@ def probe_nodes(
     outside = is_outside(launcher)  # what devices there are is then seen on the nodes
     wanted = device or "cuda" if outside else pick_device(read_host_profile(), device)
 
-    def work(engine: Engine | None) -> NodesProfile:
-        assert engine is not None, "a launcher over nodes has an engine"
+    def work(engine: Engine) -> NodesProfile:
         with Nodes(
             engine,
             nodes=count,

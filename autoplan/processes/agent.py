@@ -16,6 +16,7 @@ import importlib
 import os
 import platform
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -207,8 +208,10 @@ class Agent:
 
     def _run(self, zygote: Zygote, asked: dict[str, Any]) -> None:
         try:
-            with tempfile.TemporaryDirectory(prefix=folder_prefix("task"), ignore_cleanup_errors=True) as name:
-                folder, args = Path(name), tuple(decode(asked.pop("args")))
+            with contextlib.ExitStack() as at_end:
+                folder = Path(tempfile.mkdtemp(prefix=folder_prefix("task")))
+                at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+                args = tuple(decode(asked.pop("args")))
                 place = Placement(**asked.pop("placement"), local_addr=self._connection.getsockname()[0])
                 if not asked["target"].startswith("autoplan."):
                     raise RefusedError(f"the planner asked for {asked['target']}")

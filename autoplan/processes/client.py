@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
@@ -183,8 +184,8 @@ class Zygote:
             payload = _pickle_payload(task)
             self.start()
             if task.directory is None:
-                folder = tempfile.TemporaryDirectory(prefix=folder_prefix("task"), ignore_cleanup_errors=True)
-                directory = Path(at_end.enter_context(folder))
+                directory = Path(tempfile.mkdtemp(prefix=folder_prefix("task")))
+                at_end.callback(shutil.rmtree, directory, ignore_errors=True)
             else:
                 directory = task.directory.absolute()
                 directory.mkdir(parents=True, exist_ok=True)

@@ -151,6 +151,7 @@ def environments(name: str) -> dict[int, str]:
             for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 if entry.startswith(prefix):
                     found[pid] = entry.removeprefix(prefix).decode(errors="replace")
+                    break  # as getenv takes the first
     return found
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autoplan.errors import (
     BudgetEndedError,
@@ -23,13 +22,11 @@ from autoplan.planner.records.baseline import YOURS
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
+from autoplan.strategies.analysis.facts import FUNCTIONS, LOSS_PHASE, Inspection, WorkloadFacts, read_inspection
 from autoplan.strategies.config import DEGREES, TrainingConfig
 from autoplan.strategies.techniques.rules import incompatible
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
 from autoplan.strategies.workloads.spec import WorkloadSpec
-
-if TYPE_CHECKING:
-    from autoplan.strategies.analysis.facts import WorkloadFacts
 
 INSPECT_DEADLINE_S, INSPECT_SHARE = 300.0, 0.25
 """The longest inspection: seconds, or a share of the budget where that is more; and never more than is left of it."""
@@ -108,8 +105,6 @@ def inspect(
         BudgetEndedError: they took longer than the budget allows.
         NoFeasiblePlanError: they took more memory than a trial may take.
     """
-    from autoplan.strategies.analysis.facts import FUNCTIONS, LOSS_PHASE, Inspection, read_inspection
-
     spec = means.options.spec
     parallel = ranks > 1 or not means.options.fix.keys().isdisjoint(DEGREES)
     attempted = partial(means.on_attempt, "inspect")

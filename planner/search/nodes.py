@@ -81,8 +81,7 @@ def with_engine(
     device = options.device or "cuda" if outside else pick_device(read_host_profile(), options.device)
     gpus = options.layout[1] if device == "cuda" else 0
 
-    def do(engine: Engine | None) -> R:
-        assert engine is not None, "a launcher over nodes has an engine"
+    def do(engine: Engine) -> R:
         return work(engine) if engine.here else _from_outside(options, engine, work, on_note)
 
     return engines.with_engine(options.launcher, gpus, do, lambda result: exit_code(result) == 0)

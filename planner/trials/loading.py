@@ -349,6 +349,8 @@ class LoaderBatches(Iterator[Any]):
         while True:
             self._iterator, found = iter(self.loader), False
             for batch in self._iterator:
+                if batch is None:  # a collate_fn that gives nothing
+                    break
                 found = True
                 yield batch
             if not found:

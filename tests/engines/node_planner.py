@@ -28,9 +28,8 @@ def read_done(folder: Path) -> list[Any]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def work(engine: Engine | None, folder: Path) -> int:
+def work(engine: Engine, folder: Path) -> int:
     """Task after task; one that something outside ended each time is done again."""
-    assert engine is not None
     with Nodes(engine, nodes=2, ranks_per_node=1, preload=PRELOAD) as launcher:
         while not (folder / "stop").exists():
             number = len(read_done(folder))

@@ -17,7 +17,14 @@ from autoplan.planner.records.loading import LoaderTrial
 from autoplan.planner.search import inspection
 from autoplan.planner.search import loading as search_loading
 from autoplan.planner.search.inspection import check_loader
-from autoplan.planner.trials.loading import LoaderMeasurement, LoadingAnswer, LoadingRequest, best_trial
+from autoplan.planner.trials.loading import (
+    LoaderBatches,
+    LoaderMeasurement,
+    LoadingAnswer,
+    LoadingError,
+    LoadingRequest,
+    best_trial,
+)
 from autoplan.processes import Ended, ProcessReport, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
@@ -160,6 +167,18 @@ def test_what_fails_while_it_is_measured_is_named_with_its_index(zygote: Zygote)
     assert best is not None
     assert best.setting.workers == 0
     assert [trial.samples_per_s is None for trial in only_alone.tried] == [False, *[True] * (len(only_alone.tried) - 1)]
+
+
+@pytest.mark.parametrize("given, why", [(None, "one whole batch of 2 samples"), ([1, 2], "used up")])
+def test_a_batch_that_is_nothing_ends_the_epoch_and_one_without_batches_is_named(given: Any, why: str):
+    collated = iter([given])
+    loader = DataLoader(range(2), batch_size=2, collate_fn=lambda samples: next(collated, None))
+    batches = LoaderBatches(loader, samples=2)
+    if given is not None:
+        assert next(batches) == given
+    with pytest.raises(LoadingError, match=why):
+        next(batches)
+    batches.close()
 
 
 def test_batches_of_changing_shape_are_named(zygote: Zygote):
