@@ -29,7 +29,7 @@ DEFAULT_TOKENS_PER_STEP = 4_194_304  # 2^22: what Llama 2 was trained with
 GPUS_OF_A_NODE = 8  # where only kinds of GPUs are named
 DEFAULT_SEQ_LEN = 2048  # of a model whose config.json does not say its own
 
-_Asked = tuple[Asked, str, tuple[str, ...], tuple[str, ...]]
+_Answerable = tuple[Asked, str, tuple[str, ...], tuple[str, ...]]
 """A question, the name of its model, and what was assumed of the model and of the cluster."""
 
 
@@ -113,7 +113,7 @@ def estimate(
         return _anchored_document(model, cluster, links, anchor, sequence_length, global_batch, fix or {}, tokens, top)
     assert model is not None, "checked above"
 
-    def ask(place: str | Cluster) -> _Asked:
+    def ask(place: str | Cluster) -> _Answerable:
         if isinstance(place, str):
             found, of_cluster = parse_cluster(place, **links)
         else:
@@ -141,7 +141,7 @@ def _check_price(prices: Prices, chip: str) -> None:
         )
 
 
-def _advice(asked: Sequence[_Asked], tokens: float, prices: Prices) -> dict[str, Any]:
+def _advice(asked: Sequence[_Answerable], tokens: float, prices: Prices) -> dict[str, Any]:
     """The document if no cluster is given.
 
     Raises:

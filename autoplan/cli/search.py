@@ -232,8 +232,8 @@ def show_result(result: SearchResult, out: Path, *, whole: bool = False) -> None
         return
     output.tell(f"{result.status.replace('_', ' ')}: {result.reason or 'no plan'}", result.hint)
     if result.best is not None:
-        ends = [result.best] if result.baseline in (None, result.best) else [result.baseline, result.best]
-        content = facts.trial_rows([trial for trial in ends if trial is not None], result.unit)
+        both = [result.best] if result.baseline in (None, result.best) else [result.baseline, result.best]
+        content = facts.trial_rows([trial for trial in both if trial is not None], result.unit)
         terminal.show_table(console, content, title="Best so far, not verified")
     if result.status == "no_feasible_plan":
         terminal.show_left_out(console, result.left_out, more="--json")

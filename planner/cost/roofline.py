@@ -72,6 +72,7 @@ class DatasheetProducts:
         memory_bytes_per_s: The datasheet's bandwidth.
         processors: Multiprocessors.
         width: Bytes of an element.
+        misaligned: How many times as long products take whose rows are not whole 16 bytes.
     """
 
     flops_per_s: Any

@@ -470,6 +470,35 @@ class Hooks:
                 self.clock.leave()
 
 
+class _Epoch(Iterator[Any]):
+    """An epoch that begins while its batches come from elsewhere: its own workers start once they are asked.
+
+    A script may ask its length, and go on after an exception, as with the iterator in whose place it stands.
+
+    Args:
+        hooks: They know where a batch comes from now.
+        loader: The script's.
+    """
+
+    def __init__(self, hooks: LoaderHooks, loader: Any) -> None:
+        self._hooks, self._loader = hooks, loader
+        self._own: Any = None
+        self._left = len(loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        if self._left <= 0:
+            raise StopIteration
+        self._left -= 1
+        if self._own is None:
+            if self._hooks.gives_instead:
+                return self._hooks.instead(self._loader)
+            self._own = iter(self._loader)
+        return next(self._own)
+
+
 class LoaderHooks:
     """The DataLoaders: what a step waits for, and batches in their place.
 
@@ -521,8 +550,8 @@ class LoaderHooks:
     def _started(self, function: Function, loader: Any) -> Any:
         if not self.clock.here or loader is self._other:
             return function(loader)
-        if self.is_main(loader) and self.gives_instead and (steps := length_of(loader)) is not None:
-            return self._epoch(loader, steps)
+        if self.is_main(loader) and self.gives_instead and length_of(loader) is not None:
+            return _Epoch(self, loader)
         self.clock.enter("data")
         began = time.perf_counter()
         try:
@@ -536,14 +565,6 @@ class LoaderHooks:
             self.starts += 1
             self.start_s += time.perf_counter() - began
         return iterator
-
-    def _epoch(self, loader: Any, steps: int) -> Iterator[Any]:
-        """An epoch that begins while its batches come from elsewhere: its own workers start once they are asked."""
-        while steps and self.gives_instead:
-            steps -= 1
-            yield self.instead(loader)
-        if steps:
-            yield from itertools.islice(loader, steps)
 
     def is_main(self, loader: Any) -> bool:
         """Whether this is the loader of the training: the one that gave a batch before a forward with gradients.

@@ -146,7 +146,7 @@ def _with_attributes(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _size(value: Any) -> int | None:
     if isinstance(value, torch.Tensor):
-        return len(graph_of(value, MOST_COUNTED)) if value.grad_fn is not None else None
+        return min(MOST_COUNTED, len(graph_of(value, MOST_COUNTED))) if value.grad_fn is not None else None
     return len(value) if type(value) in (list, dict, deque) or type(value).__name__ == "defaultdict" else None
 
 

@@ -135,7 +135,8 @@ def critical(observations: Sequence[Observation]) -> int:
 
 def rank_block(steps: Sequence[Step], peers: Peers) -> RankBlock:
     """A block in which the ranks exchanged nothing, from the steps of this rank and those of the others."""
-    parts = {part: statistics.fmean(step.parts.get(part, 0.0) for step in steps) for part in PARTS}
+    means = {part: statistics.fmean(step.parts.get(part, 0.0) for step in steps) for part in PARTS}
+    parts = {part: seconds for part, seconds in means.items() if seconds}
     given = peers.gather([[one.seconds for one in steps], [one.inputs for one in steps], parts])
     seconds, inputs = [one[0] for one in given], [one[1] for one in given]
     most, mean = (sum(map(function, zip(*inputs, strict=True))) for function in (max, statistics.fmean))

@@ -237,7 +237,7 @@ class ParityMeasurement(Measure):
     chunk_rows: int | None = Field(default=None, description="rows of logits at once in the fused loss of the check")
     not_checked: tuple[str, ...] = Field(default=(), description="what was left out, and why, in sentences")
     micro_batch: int
-    # Of a reference; a candidate has the same.
+    # Of a reference alone: a candidate has the same sizes, and leaves these empty.
     global_batch: int = 0
     fixed_micro_batch: int | None = None
     accumulation: int = 0

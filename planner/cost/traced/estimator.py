@@ -175,8 +175,9 @@ class Estimator:
         table = ConfigTable.of(configs)
         # variant by variant, since each costs some time however many candidates it has
         keys = table.alike([*VARIANT_KNOBS, *(knob for knob in KNOBS if knob not in VARIANT_KNOBS)], self._as_priced)
-        _, first, kind = np.unique(keys, return_index=True, return_inverse=True)
+        first, kind = np.unique(keys, return_index=True, return_inverse=True)[1:]
         del keys
+        kind = kind.astype(np.int32)
         names = [field.name for field in fields(Outlook)]
         columns = {name: np.empty(len(first)) for name in names}
         for start in range(0, len(first), PART):

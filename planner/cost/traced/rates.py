@@ -254,7 +254,7 @@ def _beside_bfloat16(
     device: Device, dtype: str, known: Mapping[str, MatmulFit | DatasheetProducts]
 ) -> MatmulFit | None:
     """float8 that was not measured beside bfloat16 that was: its fit with products faster by the ratio of the
-    datasheet's peaks, and operands of half the bytes; results stay in bf16."""
+    datasheet's peaks (2 where it has not both), and operands of half the bytes; results stay in bf16."""
     plain = known.get("bfloat16")
     if dtype != "float8" or not isinstance(plain, MatmulFit):
         return None

@@ -297,6 +297,25 @@ def test_an_epoch_of_known_batches_is_as_long_as_the_scripts_own(loaders: Loader
     assert epoch(loaders, loader) == [0.0, 2.0, 4.0]
 
 
+def test_an_epoch_of_known_batches_has_a_length_and_goes_on_after_an_exception(
+    loaders: LoaderHooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's own iterators: a script may ask for their length, and skip a sample that cannot be read."""
+    loader = DataLoader(DATA, batch_size=2)
+    epoch(loaders, loader)
+    epoch(loaders, loader)
+    loaders.replay = True
+    iterator: Any = iter(loader)
+    assert len(iterator) == 3
+    next(iterator)
+    with monkeypatch.context() as patched:
+        patched.setattr(loaders, "instead", lambda of: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(iterator)
+    next(iterator)
+    assert list(iterator) == []
+
+
 class Again:
     """A batch sampler without an end."""
 
