@@ -31,12 +31,9 @@ from autoplan.planner.trials.request import (
     EXPENSIVE_S,
     MEASURING_S,
     SAMPLES,
-    SHORTEST_RUN,
     SLICED_S,
     is_very_expensive,
     look_s,
-    runs_shorter,
-    spared_micro_steps,
 )
 from autoplan.strategies.config import PLAIN, SLOW_COMPILE_MODES, TrainingConfig
 
@@ -61,9 +58,6 @@ SLOW_MODE_SHARE = 0.3
 WARM_SHARE = 0.15
 """Of a compilation, what is left with the kernels in the compile cache: tracing and loading. Assumed until seen: in the
 recorded tables it is 0.06 to 0.25, at the median 0.14 (benchmarks/results/search_tables)."""
-
-FIRST_STEP = 2
-"""Micro-steps in the first short step of a compiled trial (step_timer.py): the one that compiles, and one after it."""
 
 _CACHE = re.compile(r"compile cache: (\d+) hit\(s\), (\d+) miss\(es\)")
 
@@ -112,12 +106,12 @@ class TrialCost:
             known.setdefault((config.compile, config.compile_mode), []).append(seconds)
             self._compiled.add(what_is_compiled(config))
         if trial.outcome is not Outcome.OK or trial.step_time_s is None or trial.round is not None:
-            return  # a further run may be shorter than a look
+            return  # it shared the machine with others
         phases = trial.phase_seconds
         fixed_s = sum(phases.get(name, 0.0) for name in ("start", "init", "build", "done"))
         self._fixed.setdefault(config.world_size, []).append(fixed_s)
         accumulation = np.array([float(config.accumulation(self.global_batch))])
-        expected = look_s(np.array([trial.step_time_s.median]), accumulation, config.compile != "off")
+        expected = look_s(np.array([trial.step_time_s.median]), accumulation)
         spent = phases.get("warmup", 0.0) + phases.get("measure", 0.0)
         spent += phases.get("compile", 0.0) - seconds
         self._ratios.append(min(max(spent / float(expected[0]), 0.3), 3.0))
@@ -127,12 +121,11 @@ class TrialCost:
         return 0.0 if step is None else step.median / trial.config.accumulation(self.global_batch)
 
     def _compiled_s(self, trial: Trial) -> float:
-        """Seconds of the compilation in a trial: of its first step, without the micro-steps in it if they are long."""
+        """Seconds of the compilation in a trial: of its first micro-step, without what that takes if it is long."""
         seconds, micro_step_s = trial.phase_seconds.get("compile", 0.0), self._micro_step_s(trial)
         if not is_very_expensive(trial.config, micro_step_s):
             return seconds
-        micro_steps = FIRST_STEP - 1 if trial.pauses else FIRST_STEP  # in slices the second is none of that phase
-        return max(seconds - micro_steps * micro_step_s, 0.1 * seconds)
+        return max(seconds - micro_step_s, 0.1 * seconds)
 
     @property
     def fixed_s(self) -> float:
@@ -195,17 +188,11 @@ class TrialCost:
 
     def warm_s(self, config: TrainingConfig, trial_s: float) -> float:
         """Expected seconds of a further run of a configuration, of which `trial_s` are expected for the first."""
-        cold_s = self.compile_s(config, warm=self.is_warm(config))
-        spared = spared_micro_steps(config)
-        micro_step_s = (trial_s - self.fixed_s - cold_s) / (SHORTEST_RUN + spared)
-        shorter_s = spared * micro_step_s if runs_shorter(config, micro_step_s) else 0.0
-        return trial_s - shorter_s - cold_s + self.compile_s(config, warm=True)
+        return trial_s - self.compile_s(config, warm=self.is_warm(config)) + self.compile_s(config, warm=True)
 
     def repeat_s(self, trial: Trial) -> float:
         """Expected seconds of running a finished trial again: its kernels are in the cache."""
         spent_s, compiled_s = trial.seconds_spent, self._compiled_s(trial)
-        if trial.round is None and runs_shorter(trial.config, micro_step_s := self._micro_step_s(trial)):
-            spent_s -= spared_micro_steps(trial.config) * micro_step_s
         if trial.config.compile == "off" or not compiled_s:
             return spent_s
         again_s = compiled_s if was_warm(trial) else min(compiled_s, self.compile_s(trial.config, warm=True))
@@ -237,7 +224,7 @@ class TrialCost:
         fixed_s = np.full(len(step_time_s), self.fixed_s)
         for number, seconds in self._fixed.items():
             fixed_s[ranks == number] = np.median(seconds)
-        return fixed_s + compiling + ratio * look_s(step_time_s, accumulation, np.asarray(compiling) > 0)
+        return fixed_s + compiling + ratio * look_s(step_time_s, accumulation)
 
 
 def what_is_compiled(config: TrainingConfig) -> TrainingConfig:

@@ -24,13 +24,14 @@ FITS_MICRO_STEPS = 3
 end of the first step; in the second, accumulated gradients need memory beside it."""
 
 EXPENSIVE_S, VERY_EXPENSIVE_S = 0.5, 2.0
-"""If the first micro-step takes longer than these, the short steps have only 2 + 2, or 1 + 2, micro-steps: no step has
+"""If the first micro-step takes longer than these, the short steps have only 2 + 2, or 1 + 1, micro-steps: no step has
 more than a few seconds of them before it is known what they cost. They are the samples too, from the second micro-step
-on, so that such a look is over then."""
+on, so that such a look is over then. A step of one micro-step begins with gradients of zeros, so that memory is that of
+gradients that accumulate."""
 
-VERY_EXPENSIVE_LOOK, SHORTEST_RUN = 3, 2
-"""Micro-steps of a look whose micro-steps are very expensive, and of a further run of it. A compiled look has one more:
-what the first takes does not tell how long the others do."""
+VERY_EXPENSIVE_LOOK = 2
+"""Micro-steps of a look whose micro-steps are very expensive: one that warms up (and compiles), and one that counts. A
+second sample of the same process would average little (RUN_SPREAD): it takes half as long again."""
 
 WARM_UP_S = 0.4
 """Seconds of steps before a sample counts, the two short steps among them; the same for all configurations. Clocks
@@ -45,7 +46,7 @@ SAMPLES = 5
 """Enough samples: more steps of one process don't average what differs between processes (RUN_SPREAD)."""
 
 FEWEST_SAMPLES = 3
-"""So many are enough if they agree (`NARROW`), and where micro-steps are expensive; 2 where they are very expensive."""
+"""So many are enough if they agree (`NARROW`), and where micro-steps are expensive; 1 where they are very expensive."""
 
 MEASURING_S = 0.8
 """Measuring lasts so long at least: two stretches that the load monitor can judge (load.SHORTEST_STRETCH_S)."""
@@ -67,51 +68,34 @@ PART_MICRO_STEPS = 6
 """Micro-steps of a short step that is timed, unless they are expensive; the first two take longer than the rest."""
 
 
-FIRST_UPDATE_SHARE = 0.02
-"""The first optimizer step also makes the optimizer's state. It counts as any other where it is at most such a share of
-a step: then that changes the step by less than runs differ."""
-
-
-def samples_wanted(micro_step_s: float, *, again: bool = False) -> int:
-    """How many samples of its most expensive part a step in parts needs.
-
-    Args:
-        micro_step_s: Seconds of one micro-step.
-        again: Of a further run (`TrialRequest.again`).
-    """
+def samples_wanted(micro_step_s: float) -> int:
+    """How many samples of its most expensive part, a micro-step of so many seconds, a step in parts needs."""
     if micro_step_s > VERY_EXPENSIVE_S:
-        return FEWEST_SAMPLES - 2 if again else FEWEST_SAMPLES - 1
+        return 1
     return FEWEST_SAMPLES if micro_step_s > EXPENSIVE_S else SAMPLES
 
 
+def records_graphs(config: TrainingConfig) -> bool:
+    """Whether micro-steps are recorded as CUDA graphs: the first GRAPH_MICRO_STEPS are no samples."""
+    return config.compile != "off" and config.compile_mode in CUDAGRAPH_MODES
+
+
 def is_very_expensive(config: TrainingConfig, micro_step_s: float) -> bool:
-    """Whether a look has no more micro-steps than show that the configuration fits (VERY_EXPENSIVE_LOOK)."""
-    return config.world_size == 1 and micro_step_s > VERY_EXPENSIVE_S
+    """Whether a run has no more micro-steps than show that the configuration fits (VERY_EXPENSIVE_LOOK)."""
+    return config.world_size == 1 and micro_step_s > VERY_EXPENSIVE_S and not records_graphs(config)
 
 
-def runs_shorter(config: TrainingConfig, micro_step_s: float) -> bool:
-    """Whether a further run of a configuration (`TrialRequest.again`) has SHORTEST_RUN micro-steps."""
-    graphs = config.compile != "off" and config.compile_mode in CUDAGRAPH_MODES
-    return is_very_expensive(config, micro_step_s) and not graphs
-
-
-def spared_micro_steps(config: TrainingConfig) -> int:
-    """How many micro-steps such a run has less than the look."""
-    return VERY_EXPENSIVE_LOOK + (config.compile != "off") - SHORTEST_RUN
-
-
-def look_s(step_s: Floats, accumulation: Floats, compiles: NDArray[np.bool_] | bool = False) -> Floats:
+def look_s(step_s: Floats, accumulation: Floats) -> Floats:
     """Expected seconds of warm-up and measuring of an undisturbed look, without its compilation.
 
     Args:
         step_s: Seconds of whole steps.
         accumulation: Micro-steps of each of them.
-        compiles: Whether it is compiled.
     """
     micro_step_s = step_s / accumulation
     short = 2 * np.minimum(accumulation, FITS_MICRO_STEPS)
-    few = VERY_EXPENSIVE_LOOK + np.asarray(compiles, dtype=int)
-    fits = np.where(micro_step_s > VERY_EXPENSIVE_S, few, np.where(micro_step_s > EXPENSIVE_S, 4, short)) * micro_step_s
+    expensive = np.where(micro_step_s > VERY_EXPENSIVE_S, VERY_EXPENSIVE_LOOK, 4)
+    fits = np.where(micro_step_s > EXPENSIVE_S, expensive, short) * micro_step_s
     warm = np.maximum(WARM_UP_S - fits, 0.0)
     whole_s = np.maximum(warm, step_s) + np.maximum(MEASURING_S, SAMPLES * step_s)
     part_s = np.minimum(accumulation, PART_MICRO_STEPS) * micro_step_s
@@ -132,11 +116,6 @@ class TrialRequest(Record):
     most_s: float = Field(default=MOST_MEASURING_S, description="seconds of measuring at most")
     remeasure: float = Field(
         default=1.0, description="so many times what measuring takes may go into measuring disturbed stretches again"
-    )
-    again: bool = Field(
-        default=False,
-        description="it ran here before, so that this run has only its time to show: where micro-steps are very "
-        "expensive, by one that warms up and one that counts",
     )
     seed: int = 0
 

@@ -27,7 +27,7 @@ from autoplan.planner.trials.request import (
     MOST_MEASURING_S,
     TrialAnswer,
     TrialRequest,
-    runs_shorter,
+    is_very_expensive,
 )
 from autoplan.planner.trials.slices import MOST_RUNS
 from autoplan.processes import (
@@ -136,7 +136,7 @@ class TrialOrder:
         deadline_of_budget: The deadline is the end of the search's budget, not the limit of this trial itself.
         to_beat: The leader's step time; None: the trial is never stopped early.
         method: Whole steps or parts, if runs must be comparable; None: the trial chooses.
-        round: Of finalists and claims; such a run is a further one of its configuration (`TrialRequest.again`).
+        round: Of finalists and claims; such a run is a further one of its configuration.
         most_s: Seconds of measuring at most; how long it takes is told by the step (request.py).
         remeasure: The most time for measuring disturbed stretches again, as a multiple of the time of measuring.
     """
@@ -303,7 +303,6 @@ class TrialRunner:
             method=order.method,
             most_s=order.most_s,
             remeasure=order.remeasure,
-            again=order.round is not None,
             seed=self.seed,
         )
 
@@ -371,7 +370,7 @@ class RoundOf:
 def _slice_weights(known: Sequence[Trial]) -> tuple[float, ...]:
     """How long the slices are to each other, where all run a fixed number of micro-steps: as these are; else none."""
     micro_steps_s = [max(run.parts_s.get(part, 0.0) for part in MICRO_STEPS) for run in known]
-    fixed = all(runs_shorter(run.config, s) for s, run in zip(micro_steps_s, known, strict=True))
+    fixed = all(is_very_expensive(run.config, s) for s, run in zip(micro_steps_s, known, strict=True))
     return tuple(micro_steps_s) if fixed else ()
 
 

@@ -33,7 +33,6 @@ from autoplan.planner.trials.ranks import RankSync
 from autoplan.planner.trials.request import (
     EXPENSIVE_S,
     FEWEST_SAMPLES,
-    FIRST_UPDATE_SHARE,
     FITS_MICRO_STEPS,
     GRAPH_MICRO_STEPS,
     MEASURING_S,
@@ -45,10 +44,9 @@ from autoplan.planner.trials.request import (
     WARM_UP_S,
     WHOLE_STEP_S,
     TrialRequest,
-    runs_shorter,
+    records_graphs,
     samples_wanted,
 )
-from autoplan.strategies.config import CUDAGRAPH_MODES
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.step import StepResult
 
@@ -127,6 +125,7 @@ class StepTimer:
     _last_heartbeat: float = 0.0
     _whole_batches: list[Any] = field(default_factory=list)
     _steps_per_sample: int = 1
+    _had_gradients: list[torch.nn.Parameter] = field(default_factory=list)  # dense ones, in the last short step
 
     def __post_init__(self) -> None:
         self.batches = TrialBatches(self.run, self.request.spec)
@@ -142,50 +141,45 @@ class StepTimer:
         """Runs two optimizer steps of a few micro-steps: they show that the configuration fits, and warm up.
 
         If a micro-step is expensive, each step has only two: gradients accumulate from the second micro-step on, and a
-        third would show nothing new about memory. If it is very expensive, the first step has only one: it makes the
-        optimizer's state, and the second step accumulates gradients beside that state. On one rank expensive
-        micro-steps are samples, all but the very first (the first two where they are recorded as a CUDA graph).
-
-        A further run whose micro-steps are very expensive is over after the first step, if that has two of them.
+        third would show nothing new about memory. If it is very expensive, each step has only one: the first makes the
+        optimizer's state, and the second adds to gradients of zeros, beside that state. On one rank expensive
+        micro-steps are samples, all but the very first (the first two where they are recorded as a CUDA graph, and no
+        step has one alone).
 
         Raises:
             BehindError: the micro-steps alone are slower than the leader's whole step.
             NonfiniteError: the loss or the gradient norm is not finite.
         """
         micro_steps = min(self.run.accumulation, FITS_MICRO_STEPS)
-        config, alone = self.request.config, not self._has_other_ranks
-        compiles = config.compile != "off"
+        alone, compiles = not self._has_other_ranks, self.request.config.compile != "off"
         self.context.phase("compile" if compiles else "warmup")
         self._began = self._now_s()
-        uncounted = GRAPH_MICRO_STEPS if compiles and config.compile_mode in CUDAGRAPH_MODES else 1
-        fewest = 1 if alone and not compiles and not self.request.again else 2
+        graphs = records_graphs(self.request.config)
+        uncounted = GRAPH_MICRO_STEPS if graphs else 1
+        fewest = 1 if alone and not graphs else 2
         same = first_samples(self.run.workload, self.run.config.micro_batch, micro_steps)
         self._stretches.begin()
 
         def after_first(seconds: Sequence[float]) -> None:
             if len(seconds) == 1 and self.slices is not None and seconds[0] > EXPENSIVE_S:
                 self._count()
-            if compiles or self.slices is not None:  # what counts of a further run begins after the first micro-step
+            if self.slices is not None:
                 self._stretches.begin()
 
-        step = self._step_not_skipped(
+        first = self._step_not_skipped(
             micro_steps, shorten_if_expensive=True, fewest=fewest, first_batch=same, after_each=after_first
-        )
-        first = step["all"]
-        if len(first) == 1 and not compiles:  # after_each is not called after the last; a compilation tells nothing
+        )["all"]
+        one = len(first) == 1 < micro_steps  # so that the next step may have only one too
+        if len(first) == 1 and (micro_steps > 1 or not compiles):  # after_each is not called after the last
             after_first(first)
-        if self._is_known_by(step):
-            self.parts = {"micro_step": first[1:], "optimizer_step": step["optimizer_step"]}
-            self._stretches.add(self.parts)
-            self._lasts_s = self._elapsed()
-            return
         if compiles:
             self.context.phase("warmup")
             self._began = self._now_s()
             self._stretches.begin()
         if self.batches.sizes is not None:  # the largest batch shows that it fits; it is not timed
-            self._step_not_skipped(micro_steps, shorten_if_expensive=alone)
+            self._step_not_skipped(micro_steps, shorten_if_expensive=alone, fewest=fewest, accumulated=one)
             first = first[:uncounted]
+            one = False  # there are two typical batches
             self._stretches.begin()
 
         def judge(seconds: Sequence[float]) -> None:
@@ -195,7 +189,10 @@ class StepTimer:
                 self._drop_if_behind([self.run.accumulation * s for s in counted], sd=COLD_SD, pending=True)
 
         judge([])
-        second = self._step_not_skipped(micro_steps, shorten_if_expensive=alone, after_each=judge)
+        fewest = 1 if one else 2
+        second = self._step_not_skipped(
+            micro_steps, shorten_if_expensive=alone, fewest=fewest, accumulated=one, after_each=judge
+        )
         self.parts = {part: seconds for part, seconds in second.items() if part != "all"}
         if min(second["all"]) <= EXPENSIVE_S:
             return
@@ -206,17 +203,6 @@ class StepTimer:
                 return
         self._stretches.add(self.parts)
         self._lasts_s = self._elapsed()
-
-    def _is_known_by(self, step: Mapping[str, Sequence[float]]) -> bool:
-        """Whether the first short step is all that a further run needs."""
-        micro_step_s = min(step["all"])
-        return (
-            self.request.again
-            and self.batches.sizes is None
-            and len(step["all"]) > 1
-            and runs_shorter(self.request.config, micro_step_s)
-            and max(step["optimizer_step"]) <= FIRST_UPDATE_SHARE * self.run.accumulation * micro_step_s
-        )
 
     def _drop_if_behind(self, steps_s: Sequence[float], *, sd: float = STEP_SD, pending: bool = False) -> None:
         """Ends the look if the configuration is behind the leader, and nothing else made it slow.
@@ -301,7 +287,7 @@ class StepTimer:
                 samples = stretches.everything()
             if samples:
                 interval, counted = self._interval_of(samples)
-                wanted = samples_wanted(min(self._micro_steps_s()), again=self.request.again)
+                wanted = samples_wanted(min(self._micro_steps_s()))
                 self._heartbeat(step_time_s=interval.median, samples=interval.samples)
                 part = np.array(counted[self._most_expensive_part()])
                 least = min(FEWEST_SAMPLES, wanted)
@@ -439,6 +425,7 @@ class StepTimer:
         shorten_if_expensive: bool = False,
         fewest: int = 2,
         first_batch: Any = None,
+        accumulated: bool = False,
         after_each: Callable[[list[float]], None] = lambda seconds: None,
     ) -> dict[str, list[float]]:
         """Times one optimizer step of a few micro-steps.
@@ -448,6 +435,8 @@ class StepTimer:
             shorten_if_expensive: Run fewer if the first shows that they are expensive.
             fewest: Then run at least so many. On several ranks it must be at least two, because only the last syncs.
             first_batch: What the very first step runs on; the loss of each of its micro-steps is kept.
+            accumulated: It begins with gradients of zeros where the step before had dense ones: all its micro-steps
+                take the memory and the time of those that are not the first.
             after_each: Is given the seconds of all micro-steps so far, after each but the last; it may end the look.
 
         Returns:
@@ -456,6 +445,8 @@ class StepTimer:
         run, times = self.run, dict[str, list[float]](all=[])
         batch = self.batches.next(micro_steps * run.config.micro_batch) if first_batch is None else first_batch
         divisor = run.loss_divisor(batch)
+        for parameter in self._had_gradients if accumulated else ():
+            parameter.grad = torch.zeros_like(parameter)
         total = torch.zeros((), device=run.device)
         count = torch.zeros((), device=run.device)
         last = micro_steps
@@ -476,6 +467,8 @@ class StepTimer:
             if number >= last:
                 break
             after_each(times["all"])
+        dense = (p for p in run.parameters if p.grad is not None and p.grad.layout == torch.strided)
+        self._had_gradients = list(dense)
         result, seconds = self._time(lambda: run.optimizer_step(total, count, divisor))
         times["optimizer_step"] = [seconds]
         self._check(result)

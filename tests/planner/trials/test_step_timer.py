@@ -131,9 +131,9 @@ def expensive(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("micro_batch", "very", "counted", "samples"),
     [
-        (32, True, [1, 2, 0], 2),
+        (32, True, [1, 1, 0], 1),
         (32, False, [2, 2, 0], 3),
-        (384, True, [1, 1, 1, 0], 2),  # the one micro-step of a step is a sample from the second step on
+        (384, True, [1, 1, 0], 1),  # the one micro-step of a step is a sample from the second step on
     ],
 )
 def test_an_expensive_look_runs_only_the_micro_steps_that_show_that_it_fits(
@@ -164,41 +164,58 @@ def test_a_look_ends_where_only_the_first_micro_step_was_very_expensive(expensiv
     assert timer.measure_parts().samples == 4 and counts == [1, 2, 2, 0]
 
 
-@pytest.mark.parametrize(
-    ("micro_batch", "update_s", "counted", "samples"),
-    [
-        (32, 0.0, [2, 0], 1),  # one that warms up and one that counts
-        (32, 0.5, [2, 2, 0], 3),  # the first optimizer step is too long to count: the second one is needed
-        (384, 0.0, [1, 1, 0], 1),
-    ],
-)
-def test_a_further_run_shows_its_time_and_not_that_it_fits(
-    expensive: Callable[..., None], micro_batch: int, update_s: float, counted: list[int], samples: int
-):
-    expensive(0.1, 0.3)
-    timer = make_timer("make_sound", micro_batch, again=True)
-    counts = slow_micro_steps(timer, 0.5, update_s)
+def test_a_step_of_one_micro_step_has_the_memory_of_gradients_that_accumulate(expensive: Callable[..., None]):
+    """All gradients are there when the second step begins, as at each micro-step that is not the first; zeros."""
+    expensive(0.05, 0.1)
+    timer = make_timer("make_sound", 32)
+    seen: list[list[Any]] = []
+    real = timer.run.micro_step
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.2)
+        seen.append([parameter.grad for parameter in timer.run.parameters])
+        return real(*arguments, **options)
+
+    timer.run.micro_step = slow  # type: ignore[method-assign]
     timer.short_steps()
-    assert timer.choose_method() == "parts"
-    interval = timer.measure_parts()
-    assert counts == counted
-    assert interval.samples == samples
-    assert interval.median > timer.run.accumulation * 0.5
-    assert interval.low < interval.median < interval.high
-    assert timer.batches.items_per_step(timer.ranks) > 0, "tokens/s of the run"
+    first, second = seen
+    assert all(gradient is None for gradient in first)
+    assert all(gradient is not None for gradient in second) and timer.run.steps == 2
+    assert all(parameter.grad is None for parameter in timer.run.parameters)
 
 
-def test_the_compilation_is_no_part_of_what_a_further_run_counts(expensive: Callable[..., None]):
+def test_gradients_that_are_sparse_are_not_made_dense(expensive: Callable[..., None]):
+    """An optimizer of sparse gradients takes no others."""
+    expensive(0.05, 0.1)
+    timer = make_timer("make_sparse", 32)
+    slow_micro_steps(timer, 0.2)
+    timer.short_steps()
+    assert timer.run.steps == 2 and timer._had_gradients == []
+
+
+def test_the_compilation_is_no_part_of_what_counts(expensive: Callable[..., None]):
     """Else torch.compile "compiled again while it was measured", and each run of a claim would be disturbed."""
     expensive(0.1, 0.3)
     load = LoadMonitor(device=torch.device("cpu"), root_pid=os.getpid())
-    timer = make_timer("make_linear", 32, compiled="model", load=load, again=True)
+    timer = make_timer("make_linear", 32, compiled="model", load=load)
     counts = slow_micro_steps(timer, 0.5)
     timer.short_steps()
     timer.choose_method()
-    assert timer.measure_parts().samples == 1 and counts == [2, 0]
+    assert timer.measure_parts().samples == 1 and counts == [1, 1, 0]
     assert "compiled" not in str(timer.disturbed)
-    assert timer.batches.items_per_step(timer.ranks) > 0
+    assert timer.batches.items_per_step(timer.ranks) > 0, "tokens/s of the run"
+
+
+def test_a_compilation_does_not_make_the_other_micro_steps_expensive(expensive: Callable[..., None]):
+    """The first micro-step compiles: the second step has as many as it would without, and whole steps are timed."""
+    timer = make_timer("make_sound", 32)
+    compiled = timer.request.config.model_copy(update={"compile": "model"})
+    timer.request = timer.request.model_copy(update={"config": compiled})  # the run itself is not compiled
+    expensive(0.2, 0.3)
+    counts = slow_micro_steps(timer, 0.0)
+    slow_where(timer, lambda number: number == 1, 0.5)
+    timer.short_steps()
+    assert counts == [1, 3, 0] and max(timer._micro_steps_s()) < 0.2
 
 
 def test_steps_that_become_expensive_are_measured_in_slices_too(
@@ -255,17 +272,17 @@ def test_what_is_behind_the_leader_is_dropped_with_a_lower_bound_of_its_time(met
     assert dropped.value.interval.samples >= request.FEWEST_SAMPLES
 
 
-def test_a_very_expensive_look_ends_in_the_middle_of_a_step_if_its_micro_steps_alone_are_too_slow(
+def test_an_expensive_look_ends_before_its_second_step_if_its_micro_steps_alone_are_too_slow(
     expensive: Callable[..., None],
 ):
-    """The first micro-step never counts; the second is slow, so the third is not run."""
-    expensive(0.05, 0.1)
+    """The first micro-step never counts; the second is slow, so no other is run."""
+    expensive(0.05, 10.0)
     timer = make_timer("make_sound", 32, to_beat=leader(0.05))
-    counts = slow_micro_steps(timer, 0.2)
+    counts = slow_micro_steps(timer, 0.25)
     with pytest.raises(BehindError) as dropped:
         timer.short_steps()
-    assert counts == [1, 1]
-    assert 0.05 < dropped.value.at_least_s < timer.run.accumulation * 0.2 < dropped.value.interval.high
+    assert counts == [2, 0]
+    assert 0.05 < dropped.value.at_least_s < timer.run.accumulation * 0.25 < dropped.value.interval.high
 
 
 def test_a_disturbed_look_is_not_dropped(expensive: Callable[..., None]):
