@@ -92,9 +92,10 @@ class _Candidate:
             update={"twin": twin, "dropout": dropout, "not_checked": (*measurement.not_checked, *self.left_out)}
         )
 
-    def _has_time(self, samples: float, *, compiles: bool | None = None) -> bool:
-        """Whether there is time for so many samples of the steps' length, in shapes that are compiled anew."""
-        expected_s = min(self.seconds[:WHOLE_STEPS]) * samples / self.reference.global_batch
+    def _has_time(self, samples: float, *, longer: float = 1.0, compiles: bool | None = None) -> bool:
+        """Whether there is time for so many samples, so many times as long as in the steps, which are compiled anew."""
+        sample_s = min(self.seconds[:WHOLE_STEPS]) / self.reference.global_batch
+        expected_s = samples * (self.check.own_length_s(sample_s, longer) if longer > 1 else sample_s)
         if self.config.compile != "off" if compiles is None else compiles:
             expected_s += self.seconds[0]
         return self.check.limit.allows(expected_s)
@@ -209,7 +210,7 @@ class _Candidate:
             return {}
         length = wanted.sequence_length or self.reference.length
         fused = self.config.loss == "fused"
-        if not self._has_time(wanted.samples * length / self.reference.length):
+        if not self._has_time(wanted.samples, longer=length / self.reference.length):
             left_out = f"a forward and backward at its own {length} tokens"
             left_out += " and the fused loss in several chunks" if fused else ""
             self.left_out.append(f"{left_out}: there was no time")
@@ -254,7 +255,7 @@ class _Candidate:
         own, second, wanted = None, None, reference.own_length
         if wanted is not None and reference.trained == len(reference.steps):
             length = wanted.sequence_length or reference.length
-            if self._has_time(2 * wanted.samples * length / reference.length, compiles=False):
+            if self._has_time(2 * wanted.samples, longer=length / reference.length, compiles=False):
                 watched.noise_seed = noise_seed(self.workload, CHECK_STEPS) + data_position(watched.run.mesh)[0]
                 batch = self.workload.make_batch(wanted.samples, 0)
                 own = watched.measure_pass(TWIN + OWN_LENGTH, batch, length)

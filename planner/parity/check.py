@@ -45,6 +45,7 @@ def check_parity(
     memory_limit_bytes: int | None = None,
     on_attempt: Callable[[ProcessReport], None] | None = None,
     time_s: float | None = None,
+    sample_s: float | None = None,
     cache_dir: Path | None = None,
     own_shapes: bool = False,
 ) -> Parity:
@@ -65,6 +66,7 @@ def check_parity(
         memory_limit_bytes: Host memory of all processes of a run together; None: no limit.
         on_attempt: Is told of each run that something outside ended; it is then made again.
         time_s: Seconds in which the parts that a verdict can do without have to end; None: `deadline_s`.
+        sample_s: Seconds of a plain forward and backward of one sample of the workload's own length; None: not known.
         cache_dir: Where the reference is kept for the next candidate of the same sizes; None: in `directory`.
         own_shapes: With the micro-batch and the sequences of training, whose kernels a trial has compiled already; only
             where `plain` needs no knob to fit. If that does not come to its end (its copies of the parameters may not
@@ -81,7 +83,7 @@ def check_parity(
         return run_step_parity(launch, spec, config, device, directory)
     rung = rung_of(plain)
     own = own_shapes and rung == "plain"
-    request = ParityRequest(spec=spec, config=config, device=device, own_shapes=own, rung=rung)
+    request = ParityRequest(spec=spec, config=config, device=device, own_shapes=own, rung=rung, sample_s=sample_s)
     return compare.run_parity(launch, request, directory, cache_dir or directory)
 
 

@@ -281,3 +281,6 @@ class ParityRequest(Measure):
     time_s: float | None = Field(
         default=None, description="seconds for all of it; what is not needed for a verdict is left out where it is late"
     )
+    sample_s: float | None = Field(
+        default=None, description="seconds of a plain forward and backward of a sample of its own length, where known"
+    )

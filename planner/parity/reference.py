@@ -115,6 +115,7 @@ class Check:
         own_shapes: With the candidate's own micro-batch and sequence length. The plain loop takes fewer samples at
             once: what a checkpointed or 16-bit candidate fits in may be too little for it.
         rung: Which plain run fits at the workload's own length, so that a pass of that length can be compared.
+        sample_s: Seconds of a plain forward and backward of a sample of that length; None: not known.
     """
 
     workload: Workload
@@ -125,6 +126,18 @@ class Check:
     limit: TimeLimit = field(default_factory=TimeLimit)
     own_shapes: bool = False
     rung: Rung = "plain"
+    sample_s: float | None = None
+
+    def own_length_s(self, sample_s: float, longer: float) -> float:
+        """Expected seconds of a sample of the workload's own length.
+
+        It is not in proportion where it is known: a sample of 16 tokens waits for the weights.
+
+        Args:
+            sample_s: Seconds of a sample in the steps.
+            longer: How many times as long the workload's own samples are.
+        """
+        return min(sample_s * longer, math.inf if self.sample_s is None else max(sample_s, self.sample_s))
 
     @property
     def small_config(self) -> TrainingConfig:
@@ -427,7 +440,7 @@ class _Reference:
         if self.check.rung == "none":
             return None, (f"a forward and backward at its own {whole} tokens: the plain run does not fit",)
         samples = (self.workload.fixed_micro_batch or 1) * self.config.dp
-        if not self.check.limit.allows(sample_s * samples * whole / length):
+        if not self.check.limit.allows(samples * self.check.own_length_s(sample_s, whole / length)):
             return None, (f"a forward and backward at its own {whole} tokens: there was no time",)
         if self.check.rung == "checkpointing" and (why_not := self.climb(whole)):
             return None, (f"a forward and backward at its own {whole} tokens: {why_not}",)

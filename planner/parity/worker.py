@@ -36,6 +36,7 @@ def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasu
         limit=TimeLimit(request.time_s, mesh),
         own_shapes=request.own_shapes,
         rung=request.rung,
+        sample_s=request.sample_s,
     )
     measurement = run_reference(check) if request.reference is None else run_candidate(check, request.reference)
     recorder.save_samples(context.directory / f"elements.{context.rank}.npz")

@@ -289,7 +289,8 @@ def takes_own_shapes(trials: TrialCost, cost: ModelCost, config: TrainingConfig)
     if config.compile == "off" or others or cost.has_dropout:
         return False
     saved_s = (1 + (_share(cost) < 1.0)) * trials.compile_s(config) - trials.compile_s(config, warm=True)
-    return _running_s(cost, config, own_shapes=True) - _running_s(cost, config) < saved_s
+    small_s = _running_s(cost, config) + _own_length_s(cost, config)
+    return _running_s(cost, config, own_shapes=True) - small_s < saved_s
 
 
 def _running_s(cost: ModelCost, config: TrainingConfig, *, own_shapes: bool = False) -> float:
@@ -304,10 +305,20 @@ def _running_s(cost: ModelCost, config: TrainingConfig, *, own_shapes: bool = Fa
     if cost.has_dropout:
         length = cost.sequence_length or 1
         samples += DROPOUT_PASSES * micro_batch * config.dp * min(DROPOUT_SEQUENCE_LENGTH / length, share)
-    if share < 1.0:
-        samples += 2.0 * config.dp  # a pass at the workload's own length
     steps = WHOLE_STEPS + LARGE_MODEL_STEPS if large else 2 * CHECK_STEPS
     return samples * sample_s + OPTIMIZER_STEP * steps * cost.optimizer_s
+
+
+def own_length_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
+    """Expected seconds of the passes at the workload's own length, reference included; a verdict can do without."""
+    if takes_own_shapes(trials, cost, config):
+        return 0.0
+    passes_s = _own_length_s(cost, config)
+    return passes_s + trials.compile_s(config) if passes_s else 0.0
+
+
+def _own_length_s(cost: ModelCost, config: TrainingConfig) -> float:
+    return 2.0 * config.dp * SMALL_BATCH_FACTOR * cost.sample_s if _share(cost) < 1.0 else 0.0
 
 
 def _is_large(cost: ModelCost) -> bool:

@@ -22,7 +22,7 @@ from autoplan.planner.search.session import BudgetOver, Session, leave_out_faile
 from autoplan.planner.search.setup import probe_more, trace_more
 from autoplan.planner.search.side_by_side import Begun, SideBySide
 from autoplan.planner.search.state import check_s, claim_size, find_leader, leader_needs_s, near_configs, needs_s
-from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, takes_own_shapes
+from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, own_length_s, takes_own_shapes
 from autoplan.planner.trials.runner import WORKLOAD, TrialLimits, load_compiler
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
@@ -40,8 +40,8 @@ often, and while it takes no larger share of what is left: once in 24 searches o
 slow, and nothing else fitted into the budget any more."""
 
 CHECK_FACTOR, CHECK_MORE_S = 1.5, 5.0
-"""The parts of a parity check that a verdict can do without have so many times what was expected, and these seconds,
-but none of the fewest rounds of the claim: a compiled GPT-2 was compiled three times in its check, which took 200 s of
+"""A parity check with what a verdict can do without has so many times what was expected, and these seconds, but none of
+the fewest rounds of the claim: a compiled GPT-2 was compiled three times in its check, which took 200 s of
 10 minutes, and no time was left for its rounds. `autoplan verify` makes them."""
 
 DEADLINE_FACTOR, DEADLINE_LEAST_S = 4.0, 15.0
@@ -354,8 +354,9 @@ def run_check(session: Session, work: Work) -> None:
 def _check_time_s(session: Session, config: TrainingConfig) -> float:
     """Seconds of a check in which the parts that a verdict can do without have to end."""
     expected_s = check_s(session, config)
+    whole_s = expected_s + session.model.pace * own_length_s(session.trial_cost, session.parity_cost, config)
     claim_s = max(0.0, needs_s(session, config) - expected_s)
-    return max(expected_s, min(CHECK_FACTOR * expected_s + CHECK_MORE_S, session.left_s - claim_s))
+    return max(expected_s, min(CHECK_FACTOR * whole_s + CHECK_MORE_S, session.left_s - claim_s))
 
 
 def check(session: Session, config: TrainingConfig) -> Parity | None:
@@ -389,6 +390,7 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
             memory_limit_bytes=session.context.host_limit_bytes,
             on_attempt=lambda report: session.add_attempt("parity", report, config=config),
             time_s=None if spec.is_step else _check_time_s(session, config),
+            sample_s=session.model.pace * cost.sample_s,
             cache_dir=session.store.folder / "parity",
             own_shapes=not spec.is_step and trials.is_warm(config) and takes_own_shapes(trials, cost, config),
         )

@@ -359,6 +359,16 @@ def test_what_there_was_no_time_for_is_named():
     assert all(text in parity.note for text in parity.not_checked)
 
 
+def test_what_a_sample_of_the_own_length_takes_is_not_in_proportion_to_a_short_one():
+    """A short sample waits for the weights: 64 times its time was never there for the pass of a GPT-2."""
+    check = make_check(language(LLAMA), PLAIN)
+    assert check.own_length_s(0.8, 64.0) == 64 * 0.8
+    known = dataclasses.replace(check, sample_s=17.0)
+    assert known.own_length_s(0.8, 64.0) == 17.0
+    assert known.own_length_s(0.1, 64.0) == pytest.approx(6.4)
+    assert known.own_length_s(20.0, 64.0) == 20.0, "no shorter than a short one"
+
+
 def test_a_torn_reference_is_made_again(tmp_path):
     """The planner may be killed, or the disk full, while a reference is written: then it counts as not there."""
     check = make_check(language(LLAMA), PLAIN)
