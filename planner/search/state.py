@@ -41,7 +41,7 @@ from autoplan.planner.search.selection import (
     shared_rounds,
 )
 from autoplan.planner.search.setup import probe_cost_s, trace_cost_s
-from autoplan.planner.search.trial_cost import first_steps_s, parity_parts_s, parity_s
+from autoplan.planner.search.trial_cost import first_steps_s, own_length_s, parity_parts_s, parity_s
 from autoplan.planner.trials.measure import RUN_SPREAD, SLICED, Spread
 from autoplan.strategies.config import TrainingConfig
 
@@ -400,6 +400,9 @@ def _check_factor(session: Session) -> float | None:
     for line in session.store.ledger:
         if line.kind == "parity" and line.config is not None:
             running_s, compiling_s = parity_parts_s(session.trial_cost, session.parity_cost, line.config)
+            parity = session.store.parity_of(line.config)
+            if parity is not None and any(check.name.endswith("own length") for check in parity.checks):
+                running_s += own_length_s(session.trial_cost, session.parity_cost, line.config)
             made.append((line.seconds - compiling_s) / running_s)
     least, most = CHECK_FACTORS
     return min(max(float(np.median(made)), least), most) if made else None
@@ -437,8 +440,8 @@ def _check(session: Session, leader: CandidateRuns) -> Option | None:
     if session.known_parity(leader.config) is not None:
         return None
     passed = [c for c in session.eligible if (found := session.store.parity_of(c.config)) is not None and found.passed]
-    known = {numerics_of(candidate.config) for candidate in passed}
     plain = session.baseline
+    known = {numerics_of(candidate.config) for candidate in (*passed, *(() if plain is None else (plain,)))}
     gain = 0.0
     if plain is not None and plain.step_time_s is not None:
         base_s = plain.step_time_s.median

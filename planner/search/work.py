@@ -337,7 +337,7 @@ def run_check(session: Session, work: Work) -> None:
     assert work.config is not None
     session.observer.on_phase("parity", work.config.describe())
     try:
-        parity = check(session, work.config)
+        parity = check(session, work.config, whole=not work.over)
     except BudgetOver as over:
         session.unchecked.add(work.config)
         session.note(f"{over} did not end in its time; there is no verdict on it")
@@ -351,16 +351,25 @@ def run_check(session: Session, work: Work) -> None:
         leave_out_failed(session.model, session.context, session.store)
 
 
-def _check_time_s(session: Session, config: TrainingConfig) -> float:
-    """Seconds of a check in which the parts that a verdict can do without have to end."""
-    expected_s = check_s(session, config)
-    whole_s = expected_s + session.model.pace * own_length_s(session.trial_cost, session.parity_cost, config)
+def _check_time_s(session: Session, config: TrainingConfig, whole: bool) -> float:
+    """Seconds of a check in which the parts that a verdict can do without have to end.
+
+    `whole`: no look waits for it to end, so that the pass at the workload's own length is expected too.
+    """
+    whole_s = expected_s = check_s(session, config)
+    if whole:
+        whole_s += session.model.pace * own_length_s(session.trial_cost, session.parity_cost, config)
     claim_s = max(0.0, needs_s(session, config) - expected_s)
     return max(expected_s, min(CHECK_FACTOR * whole_s + CHECK_MORE_S, session.left_s - claim_s))
 
 
-def check(session: Session, config: TrainingConfig) -> Parity | None:
+def check(session: Session, config: TrainingConfig, *, whole: bool = True) -> Parity | None:
     """The verdict on a configuration, put on disk; None if something outside ended the check each time.
+
+    Args:
+        session: The search.
+        config: The configuration.
+        whole: With the pass at the workload's own length, if the time allows.
 
     Raises:
         BudgetOver: the check did not end in its time, which says nothing about the configuration.
@@ -389,7 +398,7 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
             deadline_s=deadline_s,
             memory_limit_bytes=session.context.host_limit_bytes,
             on_attempt=lambda report: session.add_attempt("parity", report, config=config),
-            time_s=None if spec.is_step else _check_time_s(session, config),
+            time_s=None if spec.is_step else _check_time_s(session, config, whole),
             sample_s=session.model.pace * cost.sample_s,
             cache_dir=session.store.folder / "parity",
             own_shapes=not spec.is_step and trials.is_warm(config) and takes_own_shapes(trials, cost, config),
