@@ -11,8 +11,8 @@ some ten thousand candidates it takes milliseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +30,15 @@ Array = NDArray[np.float64]
 
 KNOB_DISTANCE = 0.3
 """Two configurations that differ in one knob correlate by exp(-0.3) = 0.74, in two by exp(-0.6) = 0.55, and so on."""
+
+OPTIMIZER_KNOBS = ("optimizer_step", "optimizer_state")
+"""Knobs that change the time of the optimizer step alone, and so no more of a step than its share."""
+
+WHOLE_SHARE = 0.2
+"""Of a step, the optimizer's share from which on these knobs count like any other. Below it their distance falls with
+the square of the share, so that the difference in time that is expected falls with the share. Chosen: at 0.2, with the
+usual half of a prediction's width, a third more or less of the optimizer's time is one standard deviation. (A GPT-2 on
+a CPU, share 0.001, had looks at all three optimizer steps, a sixth of its ten minutes.)"""
 
 MIN_TIME_WIDTH, MIN_MEMORY_WIDTH = 0.08, 0.03
 """Lower limits of the prior standard deviations of the logarithms. Assumed: even a calibrated prediction of the time of
@@ -103,6 +112,7 @@ class Observed:
         values: What was observed.
         mean, sd: Of the prior there.
         noise: Standard deviation of each observation around the truth.
+        weights: Of the knobs in `similarity`.
     """
 
     codes: Array
@@ -110,14 +120,15 @@ class Observed:
     mean: Array
     sd: Array
     noise: Array
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def predict(self, codes: Array, mean: Array, sd: Array) -> tuple[Array, Array]:
         """The posterior mean and standard deviation at other configurations, whose prior is given."""
         if not len(self.codes):
             return mean, sd
-        covariance = similarity(self.codes, self.codes) * np.outer(self.sd, self.sd)
+        covariance = similarity(self.codes, self.codes, self.weights) * np.outer(self.sd, self.sd)
         covariance[np.diag_indices_from(covariance)] += self.noise**2
-        cross = similarity(codes, self.codes) * np.outer(sd, self.sd)
+        cross = similarity(codes, self.codes, self.weights) * np.outer(sd, self.sd)
         gain = np.linalg.solve(covariance, cross.T)
         variance = sd**2 - np.einsum("ij,ji->i", cross, gain)
         return mean + gain.T @ (self.values - self.mean), np.sqrt(np.maximum(variance, (0.5 * NOISE) ** 2))
@@ -130,14 +141,14 @@ def _timed(trials: Sequence[Trial], codes: Array, prior: Prior) -> Observed:
     themselves), the width of its own interval, what disturbed it, and a part of what its core differed from the others.
     """
     spread = max(RUN_SPREAD, LEFT_OF_CORE * core_spread(trial.window for trial in trials))
-    apart = CORE_SD * _cores_apart(trials)
+    apart, weights = CORE_SD * _cores_apart(trials), time_weights(trials)
     exact = [i for i, trial in enumerate(trials) if trial.step_time_s is not None and trial.at_least_s is None]
     late = [i for i, trial in enumerate(trials) if trial.at_least_s is not None]
     steps = [trials[i].step_time_s for i in exact]
 
     def at(places: list[int], values: Array, noise: Array) -> Observed:
         mean, sd = prior.log_time[places], prior.log_time_sd[places]
-        return Observed(codes=codes[places], values=values, mean=mean, sd=sd, noise=noise)
+        return Observed(codes=codes[places], values=values, mean=mean, sd=sd, noise=noise, weights=weights)
 
     observed = at(
         exact,
@@ -149,6 +160,16 @@ def _timed(trials: Sequence[Trial], codes: Array, prior: Prior) -> Observed:
     bounds = np.log(np.array([trials[i].at_least_s for i in late], dtype=float))
     values, noise = as_value(bounds, *observed.predict(codes[late], prior.log_time[late], prior.log_time_sd[late]))
     return at(exact + late, np.concatenate([observed.values, values]), np.concatenate([observed.noise, noise]))
+
+
+def time_weights(trials: Sequence[Trial]) -> dict[str, float]:
+    """What the knobs count whose part of the step is known by now: by the largest share that a trial saw."""
+    shares = [
+        trial.parts_s["optimizer_step"] / trial.step_time_s.median
+        for trial in trials
+        if trial.step_time_s is not None and "optimizer_step" in trial.parts_s
+    ]
+    return dict.fromkeys(OPTIMIZER_KNOBS, min(1.0, (max(shares) / WHOLE_SHARE) ** 2)) if shares else {}
 
 
 def _cores_apart(trials: Sequence[Trial]) -> Array:
@@ -273,14 +294,17 @@ def encode(configs: Sequence[TrainingConfig]) -> Array:
 _CODES: dict[tuple[str, object], float] = {}
 
 
-def similarity(a: Array, b: Array) -> Array:
-    """exp(-KNOB_DISTANCE x distance). The distance counts knobs that differ; for numbers, doublings (at most 3)."""
+def similarity(a: Array, b: Array, weights: Mapping[str, float] | None = None) -> Array:
+    """exp(-KNOB_DISTANCE x distance). The distance counts knobs that differ; for numbers, doublings (at most 3).
+
+    `weights` has what a knob counts, where that is not 1.
+    """
     distance = np.zeros((len(a), len(b)))
     for column, knob in enumerate(KNOBS):
         if np.ptp(np.concatenate([a[:, column], b[:, column]])) == 0:
             continue
         difference = np.abs(a[:, column][:, None] - b[:, column][None, :])
-        distance += np.minimum(difference, 3.0 if knob in NUMBERS else 1.0)
+        distance += (weights or {}).get(knob, 1.0) * np.minimum(difference, 3.0 if knob in NUMBERS else 1.0)
     return np.exp(-KNOB_DISTANCE * distance)
 
 

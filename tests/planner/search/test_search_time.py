@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from autoplan.planner.records.trials import RECOMPILED, Interval, Outcome, Trial, Window, WorkLine
+from autoplan.planner.search import state as search_state
+from autoplan.planner.search import work as search_work
 from autoplan.planner.search.candidate_model import CandidateModel, next_looks
+from autoplan.planner.search.next_work import CHECKED_RISK, UNCHECKED_RISK
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.state import check_s
 from autoplan.planner.search.trial_cost import (
@@ -329,3 +332,49 @@ def test_what_a_check_took_says_nothing_of_the_next_ones_compilation():
     running_s, compiling_s = parity_parts_s(trials, COST, COMPILED)
     assert compiling_s > 10.0
     assert check_s(session, COMPILED) == pytest.approx(5 * running_s + compiling_s)
+
+
+def test_the_pass_at_the_own_length_is_no_part_of_what_the_next_check_is_expected_to_take():
+    trials = trial_cost()
+    running_s, _ = parity_parts_s(trials, COST, PLAIN)
+    whole_s = running_s + own_length_s(trials, COST, PLAIN)
+    assert whole_s > running_s
+    line = WorkLine(kind="parity", config=PLAIN, began_s=0.0, seconds=2 * whole_s, predicted_s=2.0)
+    passed = SimpleNamespace(checks=(SimpleNamespace(name="gradients, own length"),))
+    store = SimpleNamespace(ledger=(line,), parity_of=lambda config: passed if config == PLAIN else None)
+    session: Any = SimpleNamespace(store=store, trial_cost=trials, parity_cost=COST)
+    other = PLAIN.model_copy(update={"attention": "eager"})
+    assert check_s(session, other) == pytest.approx(2 * running_s)
+
+
+def test_only_a_check_that_no_look_waits_for_has_time_for_the_own_length(monkeypatch: pytest.MonkeyPatch):
+    trials = trial_cost()
+    monkeypatch.setattr(search_work, "check_s", lambda session, config: 30.0)
+    monkeypatch.setattr(search_work, "needs_s", lambda session, config: 130.0)
+    session: Any = SimpleNamespace(model=SimpleNamespace(pace=2.0), trial_cost=trials, parity_cost=COST, left_s=1000.0)
+    assert search_work._check_time_s(session, PLAIN, whole=False) == pytest.approx(1.5 * 30 + 5)
+    whole_s = 30 + 2.0 * own_length_s(trials, COST, PLAIN)
+    assert search_work._check_time_s(session, PLAIN, whole=True) == pytest.approx(1.5 * whole_s + 5)
+    session.left_s = 110.0
+    assert search_work._check_time_s(session, PLAIN, whole=True) == 30.0, "the rounds of the claim keep their time"
+
+
+def test_what_computes_as_the_baseline_does_is_not_checked_early(monkeypatch: pytest.MonkeyPatch):
+    """Another optimizer step or allocator; another attention may be wrong."""
+    base = trial_of(PLAIN, seconds=10.0)
+    monkeypatch.setattr(search_state, "at_plain_pace_s", lambda session, runs: 5.0)
+    monkeypatch.setattr(search_state, "check_s", lambda session, config: 30.0)
+    store = SimpleNamespace(parity_of=lambda config: None)
+    session: Any = SimpleNamespace(
+        known_parity=lambda config: None, eligible=(), store=store, baseline=base, taken=frozenset()
+    )
+
+    def gain(**changes: Any) -> float:
+        runs: Any = SimpleNamespace(config=PLAIN.model_copy(update=changes))
+        option = search_state._check(session, runs)
+        assert option is not None
+        return option.gain
+
+    alike = gain(optimizer_step="fused", allocator="keep")
+    assert alike == pytest.approx(CHECKED_RISK * math.log(2.0))
+    assert gain(attention="eager") == pytest.approx(UNCHECKED_RISK * math.log(2.0))

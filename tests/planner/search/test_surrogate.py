@@ -125,3 +125,29 @@ def test_looks_are_compared_as_if_the_cores_had_kept_the_speed_of_the_first():
 
 def test_a_time_that_is_wide_counts_less():
     assert posterior(with_interval(make_trial(0, CONFIGS[2], 2.0), 1.0, 4.0)).log_time[2] < 0.3
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.001, 0.03), (0.05, 0.08)])
+def test_another_optimizer_step_is_no_other_configuration_where_it_is_a_small_part_of_the_step(
+    share: float, most: float
+):
+    """Looks at all of them found what one process differs from the next, and took a sixth of a search."""
+    fused = CONFIGS[0].model_copy(update={"optimizer_step": "fused"})
+    eager = CONFIGS[0].model_copy(update={"attention": "eager"})
+    seen = make_trial(0, CONFIGS[0], 1.5).model_copy(update={"parts_s": {"optimizer_step": 1.5 * share}})
+
+    def of(trial: Trial) -> Posterior:
+        return Surrogate((fused, eager), 2.0**33, "cpu").posterior(prior_of(2), [trial], prior_of(1))
+
+    known, unknown = of(seen), of(make_trial(0, CONFIGS[0], 1.5))
+    here = posterior(make_trial(0, CONFIGS[0], 1.5))
+    assert known.log_time[0] == pytest.approx(here.log_time[0], abs=0.1 * SD)
+    assert here.log_time_sd[0] <= known.log_time_sd[0] < most < unknown.log_time_sd[0] < SD
+    assert known.log_time_sd[1] == unknown.log_time_sd[1], "another attention may take any time"
+    assert known.log_memory_sd[0] == unknown.log_memory_sd[0], "its memory is another matter"
+
+
+def test_another_optimizer_step_counts_as_any_knob_where_it_takes_a_fifth_of_the_step():
+    assert surrogate.time_weights([]) == {}
+    trial = make_trial(0, CONFIGS[0], 2.0).model_copy(update={"parts_s": {"optimizer_step": 0.5}})
+    assert set(surrogate.time_weights([trial]).values()) == {1.0}
