@@ -36,9 +36,9 @@ OPTIMIZER_KNOBS = ("optimizer_step", "optimizer_state")
 
 WHOLE_SHARE = 0.2
 """Of a step, the optimizer's share from which on these knobs count like any other. Below it their distance falls with
-the square of the share, so that the difference in time that is expected falls with the share. Chosen: at 0.2, with the
-usual half of a prediction's width, a third more or less of the optimizer's time is one standard deviation. (A GPT-2 on
-a CPU, share 0.001, had looks at all three optimizer steps, a sixth of its ten minutes.)"""
+the square of the share, so that the difference in time that is expected falls with the share. Chosen: of
+predictions whose standard deviation is a tenth, another form of the optimizer step then takes a third more or less. (A
+GPT-2 on a CPU, share 0.001, had looks at all three optimizer steps, a sixth of its ten minutes.)"""
 
 MIN_TIME_WIDTH, MIN_MEMORY_WIDTH = 0.08, 0.03
 """Lower limits of the prior standard deviations of the logarithms. Assumed: even a calibrated prediction of the time of

@@ -32,8 +32,10 @@ from autoplan.planner.trials.request import (
     MEASURING_S,
     SAMPLES,
     SLICED_S,
+    VERY_EXPENSIVE_LOOK,
     is_very_expensive,
     look_s,
+    spared_micro_steps,
 )
 from autoplan.strategies.config import PLAIN, SLOW_COMPILE_MODES, TrainingConfig
 
@@ -106,7 +108,7 @@ class TrialCost:
             known.setdefault((config.compile, config.compile_mode), []).append(seconds)
             self._compiled.add(what_is_compiled(config))
         if trial.outcome is not Outcome.OK or trial.step_time_s is None or trial.round is not None:
-            return  # it shared the machine with others
+            return  # a further run may be shorter than a look
         phases = trial.phase_seconds
         fixed_s = sum(phases.get(name, 0.0) for name in ("start", "init", "build", "done"))
         self._fixed.setdefault(config.world_size, []).append(fixed_s)
@@ -188,11 +190,18 @@ class TrialCost:
 
     def warm_s(self, config: TrainingConfig, trial_s: float) -> float:
         """Expected seconds of a further run of a configuration, of which `trial_s` are expected for the first."""
-        return trial_s - self.compile_s(config, warm=self.is_warm(config)) + self.compile_s(config, warm=True)
+        cold_s = self.compile_s(config, warm=self.is_warm(config))
+        accumulation = config.accumulation(self.global_batch)
+        micro_step_s = (trial_s - self.fixed_s - cold_s) / VERY_EXPENSIVE_LOOK
+        shorter_s = spared_micro_steps(config, micro_step_s, accumulation) * micro_step_s
+        return trial_s - shorter_s - cold_s + self.compile_s(config, warm=True)
 
     def repeat_s(self, trial: Trial) -> float:
         """Expected seconds of running a finished trial again: its kernels are in the cache."""
         spent_s, compiled_s = trial.seconds_spent, self._compiled_s(trial)
+        if trial.round is None:
+            accumulation, micro_step_s = trial.config.accumulation(self.global_batch), self._micro_step_s(trial)
+            spent_s -= spared_micro_steps(trial.config, micro_step_s, accumulation) * micro_step_s
         if trial.config.compile == "off" or not compiled_s:
             return spent_s
         again_s = compiled_s if was_warm(trial) else min(compiled_s, self.compile_s(trial.config, warm=True))
@@ -289,7 +298,7 @@ def takes_own_shapes(trials: TrialCost, cost: ModelCost, config: TrainingConfig)
     if config.compile == "off" or others or cost.has_dropout:
         return False
     saved_s = (1 + (_share(cost) < 1.0)) * trials.compile_s(config) - trials.compile_s(config, warm=True)
-    small_s = _running_s(cost, config) + _own_length_s(cost, config)
+    small_s = _running_s(cost, config) + _passes_s(cost, config)
     return _running_s(cost, config, own_shapes=True) - small_s < saved_s
 
 
@@ -313,11 +322,11 @@ def own_length_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> 
     """Expected seconds of the passes at the workload's own length, reference included; a verdict can do without."""
     if takes_own_shapes(trials, cost, config):
         return 0.0
-    passes_s = _own_length_s(cost, config)
+    passes_s = _passes_s(cost, config)
     return passes_s + trials.compile_s(config) if passes_s else 0.0
 
 
-def _own_length_s(cost: ModelCost, config: TrainingConfig) -> float:
+def _passes_s(cost: ModelCost, config: TrainingConfig) -> float:
     return 2.0 * config.dp * SMALL_BATCH_FACTOR * cost.sample_s if _share(cost) < 1.0 else 0.0
 
 

@@ -363,7 +363,7 @@ def _check_time_s(session: Session, config: TrainingConfig, whole: bool) -> floa
     return max(expected_s, min(CHECK_FACTOR * whole_s + CHECK_MORE_S, session.left_s - claim_s))
 
 
-def check(session: Session, config: TrainingConfig, *, whole: bool = True) -> Parity | None:
+def check(session: Session, config: TrainingConfig, *, whole: bool) -> Parity | None:
     """The verdict on a configuration, put on disk; None if something outside ended the check each time.
 
     Args:

@@ -88,6 +88,8 @@ class TrialBatches:
         """Tokens, or samples, of a whole step over all ranks: the mean over the batches that stand for the others."""
         if self._fixed is not None:  # more batches than a trial makes, and the same number in every trial
             return round(self._fixed.items.mean)
+        if not self._samples:  # all of it was on the first samples, which are alike
+            self.next(self.run.config.micro_batch)
         mean = self._items / self._samples if self._samples else 0.0
         return round(ranks.mean(mean) * self.run.workload.global_batch)
 

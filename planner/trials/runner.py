@@ -136,7 +136,7 @@ class TrialOrder:
         deadline_of_budget: The deadline is the end of the search's budget, not the limit of this trial itself.
         to_beat: The leader's step time; None: the trial is never stopped early.
         method: Whole steps or parts, if runs must be comparable; None: the trial chooses.
-        round: Of finalists and claims; such a run is a further one of its configuration.
+        round: Of finalists and claims; such a run is a further one of its configuration (`TrialRequest.again`).
         most_s: Seconds of measuring at most; how long it takes is told by the step (request.py).
         remeasure: The most time for measuring disturbed stretches again, as a multiple of the time of measuring.
     """
@@ -303,6 +303,7 @@ class TrialRunner:
             method=order.method,
             most_s=order.most_s,
             remeasure=order.remeasure,
+            again=order.round is not None,
             seed=self.seed,
         )
 

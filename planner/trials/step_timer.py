@@ -125,7 +125,6 @@ class StepTimer:
     _last_heartbeat: float = 0.0
     _whole_batches: list[Any] = field(default_factory=list)
     _steps_per_sample: int = 1
-    _had_gradients: list[torch.nn.Parameter] = field(default_factory=list)  # dense ones, in the last short step
 
     def __post_init__(self) -> None:
         self.batches = TrialBatches(self.run, self.request.spec)
@@ -141,10 +140,10 @@ class StepTimer:
         """Runs two optimizer steps of a few micro-steps: they show that the configuration fits, and warm up.
 
         If a micro-step is expensive, each step has only two: gradients accumulate from the second micro-step on, and a
-        third would show nothing new about memory. If it is very expensive, each step has only one: the first makes the
-        optimizer's state, and the second adds to gradients of zeros, beside that state. On one rank expensive
-        micro-steps are samples, all but the very first (the first two where they are recorded as a CUDA graph, and no
-        step has one alone).
+        third would show nothing new about memory. If it is very expensive, the first step has only one: it makes the
+        optimizer's state, and the second step accumulates gradients beside that state; of a further run, the second
+        has only one too. On one rank expensive micro-steps are samples, all but the very first (the first two where
+        they are recorded as a CUDA graph).
 
         Raises:
             BehindError: the micro-steps alone are slower than the leader's whole step.
@@ -169,7 +168,6 @@ class StepTimer:
         first = self._step_not_skipped(
             micro_steps, shorten_if_expensive=True, fewest=fewest, first_batch=same, after_each=after_first
         )["all"]
-        one = len(first) == 1 < micro_steps  # so that the next step may have only one too
         if len(first) == 1 and (micro_steps > 1 or not compiles):  # after_each is not called after the last
             after_first(first)
         if compiles:
@@ -177,9 +175,8 @@ class StepTimer:
             self._began = self._now_s()
             self._stretches.begin()
         if self.batches.sizes is not None:  # the largest batch shows that it fits; it is not timed
-            self._step_not_skipped(micro_steps, shorten_if_expensive=alone, fewest=fewest, accumulated=one)
+            self._step_not_skipped(micro_steps, shorten_if_expensive=alone)
             first = first[:uncounted]
-            one = False  # there are two typical batches
             self._stretches.begin()
 
         def judge(seconds: Sequence[float]) -> None:
@@ -189,10 +186,9 @@ class StepTimer:
                 self._drop_if_behind([self.run.accumulation * s for s in counted], sd=COLD_SD, pending=True)
 
         judge([])
-        fewest = 1 if one else 2
-        second = self._step_not_skipped(
-            micro_steps, shorten_if_expensive=alone, fewest=fewest, accumulated=one, after_each=judge
-        )
+        shorter = self.request.again and len(first) == 1 and self.batches.sizes is None
+        fewest = 1 if shorter and not graphs else 2
+        second = self._step_not_skipped(micro_steps, shorten_if_expensive=alone, fewest=fewest, after_each=judge)
         self.parts = {part: seconds for part, seconds in second.items() if part != "all"}
         if min(second["all"]) <= EXPENSIVE_S:
             return
@@ -425,7 +421,6 @@ class StepTimer:
         shorten_if_expensive: bool = False,
         fewest: int = 2,
         first_batch: Any = None,
-        accumulated: bool = False,
         after_each: Callable[[list[float]], None] = lambda seconds: None,
     ) -> dict[str, list[float]]:
         """Times one optimizer step of a few micro-steps.
@@ -435,8 +430,6 @@ class StepTimer:
             shorten_if_expensive: Run fewer if the first shows that they are expensive.
             fewest: Then run at least so many. On several ranks it must be at least two, because only the last syncs.
             first_batch: What the very first step runs on; the loss of each of its micro-steps is kept.
-            accumulated: It begins with gradients of zeros where the step before had dense ones: all its micro-steps
-                take the memory and the time of those that are not the first.
             after_each: Is given the seconds of all micro-steps so far, after each but the last; it may end the look.
 
         Returns:
@@ -445,8 +438,6 @@ class StepTimer:
         run, times = self.run, dict[str, list[float]](all=[])
         batch = self.batches.next(micro_steps * run.config.micro_batch) if first_batch is None else first_batch
         divisor = run.loss_divisor(batch)
-        for parameter in self._had_gradients if accumulated else ():
-            parameter.grad = torch.zeros_like(parameter)
         total = torch.zeros((), device=run.device)
         count = torch.zeros((), device=run.device)
         last = micro_steps
@@ -467,8 +458,6 @@ class StepTimer:
             if number >= last:
                 break
             after_each(times["all"])
-        dense = (p for p in run.parameters if p.grad is not None and p.grad.layout == torch.strided)
-        self._had_gradients = list(dense)
         result, seconds = self._time(lambda: run.optimizer_step(total, count, divisor))
         times["optimizer_step"] = [seconds]
         self._check(result)

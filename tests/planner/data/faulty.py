@@ -89,23 +89,6 @@ def make_linear() -> Workload:
     return dataclasses.replace(make_sound(), build_model=lambda: nn.Linear(32, 8))
 
 
-def make_sparse() -> Workload:
-    """A table of vectors whose gradients are sparse, with an optimizer that takes no others."""
-    sound = make_sound()
-
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> LossSum:
-        outputs = model((batch["inputs"] > 0).long().sum(dim=1))
-        return LossSum(nn.functional.cross_entropy(outputs, batch["labels"], reduction="sum"), len(batch["labels"]))
-
-    return dataclasses.replace(
-        sound,
-        build_model=lambda: nn.Embedding(33, 8, sparse=True),
-        loss=loss,
-        build_optimizer=lambda parameters: torch.optim.SparseAdam(parameters, lr=1e-3),
-        max_grad_norm=None,
-    )
-
-
 def make_wide() -> Workload:
     """A wider one without faults, whose micro-steps take milliseconds."""
     return make(faults=False, width=1536)

@@ -67,7 +67,8 @@ def trial_cost(*configs: TrainingConfig) -> TrialCost:
         (0.5, 8, 6 * 0.0625 + 0.5 + 2.5),  # two short steps, one whole step, five that count
         (0.9, 1, 4 * 0.9),  # expensive: four steps, and three of them count
         (25.6, 64, 6 * 0.4 + 2 * 6 * 0.4),  # parts
-        (100.0, 32, 2 * 3.125),  # very expensive: 1 + 1 micro-steps
+        (100.0, 32, 3 * 3.125),  # very expensive: 1 + 2 micro-steps
+        (9.0, 1, 2 * 9.0),  # of steps with one each: 1 + 1
     ],
 )
 def test_a_look_lasts_as_long_as_its_step_asks_for_whatever_the_budget_is(
@@ -79,21 +80,32 @@ def test_a_look_lasts_as_long_as_its_step_asks_for_whatever_the_budget_is(
     assert cost.one_s(config, 0.05) == pytest.approx(FIXED_S + 1.2)
 
 
-@pytest.mark.parametrize("changes", [{}, {"micro_batch": 8}, {"compile": "model"}, {"dp_replicate": 2}])
-@pytest.mark.parametrize("step_s", [8.0, 80.0])
-def test_a_further_run_lasts_as_long_as_a_look_that_finds_its_kernels(step_s: float, changes: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("step_s", "changes", "saved_s"),
+    [
+        (80.0, {}, 10.0),  # one micro-step less, of eight
+        (80.0, {"micro_batch": 8}, 0.0),  # the step is one micro-step: a look has two of them
+        (80.0, {"compile": "model"}, 10.0),
+        (8.0, {}, 0.0),  # micro-steps of 1 s have as many samples as in a look
+        (80.0, {"dp_replicate": 2}, 0.0),
+        (80.0, {"compile": "model", "compile_mode": "reduce-overhead"}, 0.0),  # its first two record a CUDA graph
+    ],
+)
+def test_a_further_run_of_very_expensive_micro_steps_has_two(step_s: float, changes: dict[str, Any], saved_s: float):
     config = PLAIN.model_copy(update={"micro_batch": 1} | changes)
+    micro_step_s = step_s / config.accumulation(8)
     cost = trial_cost(config)
     look_takes_s = cost.one_s(config, step_s)
     warm_s = cost.compile_s(config) - cost.compile_s(config, warm=True)
-    assert look_takes_s - cost.warm_s(config, look_takes_s) == pytest.approx(warm_s)
-    compile_s = 7.0 + step_s / config.accumulation(8) if config.compile != "off" else 0.0
+    assert look_takes_s - cost.warm_s(config, look_takes_s) == pytest.approx(saved_s + warm_s)
+    compile_s = 7.0 + micro_step_s if config.compile != "off" else 0.0
     trial = trial_of(config, seconds=step_s, seconds_spent=200.0, compile_s=compile_s)
     cost.observe(trial)
-    assert cost.repeat_s(trial) == pytest.approx(200.0 - (1 - WARM_SHARE) * cost.compile_s(config))
+    again_s = 200.0 - saved_s - (1 - WARM_SHARE) * cost.compile_s(config)
+    assert cost.repeat_s(trial) == pytest.approx(again_s)
     before = cost.one_s(config, step_s)
     cost.observe(trial_of(config, number=1, seconds=step_s, seconds_spent=20.0, round=0, purpose="claim"))
-    assert cost.one_s(config, step_s) == before, "a run beside others says nothing about a look"
+    assert cost.one_s(config, step_s) == before, "a shorter run says nothing about a look"
 
 
 def test_of_a_compilation_the_micro_step_in_it_does_not_count_where_it_is_very_expensive():
@@ -105,7 +117,7 @@ def test_of_a_compilation_the_micro_step_in_it_does_not_count_where_it_is_very_e
     warm = "compile cache: 3 hit(s), 0 miss(es)"
     cost.observe(trial_of(config, number=1, round=0, seconds=80.0, compile_s=16.0, warnings=(warm,)))
     assert cost.compile_s(config, warm=True) == pytest.approx(6.0)
-    assert cost.repeat_s(look) == pytest.approx(70.0 - 27.0 + 6.0)
+    assert cost.repeat_s(look) == pytest.approx(70.0 - 10.0 - 27.0 + 6.0)
 
 
 # Compilations.

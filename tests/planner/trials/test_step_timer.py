@@ -131,7 +131,7 @@ def expensive(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("micro_batch", "very", "counted", "samples"),
     [
-        (32, True, [1, 1, 0], 1),
+        (32, True, [1, 2, 0], 2),
         (32, False, [2, 2, 0], 3),
         (384, True, [1, 1, 0], 1),  # the one micro-step of a step is a sample from the second step on
     ],
@@ -164,40 +164,26 @@ def test_a_look_ends_where_only_the_first_micro_step_was_very_expensive(expensiv
     assert timer.measure_parts().samples == 4 and counts == [1, 2, 2, 0]
 
 
-def test_a_step_of_one_micro_step_has_the_memory_of_gradients_that_accumulate(expensive: Callable[..., None]):
-    """All gradients are there when the second step begins, as at each micro-step that is not the first; zeros."""
-    expensive(0.05, 0.1)
-    timer = make_timer("make_sound", 32)
-    seen: list[list[Any]] = []
-    real = timer.run.micro_step
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(0.2)
-        seen.append([parameter.grad for parameter in timer.run.parameters])
-        return real(*arguments, **options)
-
-    timer.run.micro_step = slow  # type: ignore[method-assign]
+@pytest.mark.parametrize("micro_batch", [32, 384])
+def test_a_further_run_shows_its_time_and_not_that_it_fits(expensive: Callable[..., None], micro_batch: int):
+    """One micro-step that warms up, and one that counts."""
+    expensive(0.1, 0.3)
+    timer = make_timer("make_sound", micro_batch, again=True)
+    counts = slow_micro_steps(timer, 0.5)
     timer.short_steps()
-    first, second = seen
-    assert all(gradient is None for gradient in first)
-    assert all(gradient is not None for gradient in second) and timer.run.steps == 2
-    assert all(parameter.grad is None for parameter in timer.run.parameters)
-
-
-def test_gradients_that_are_sparse_are_not_made_dense(expensive: Callable[..., None]):
-    """An optimizer of sparse gradients takes no others."""
-    expensive(0.05, 0.1)
-    timer = make_timer("make_sparse", 32)
-    slow_micro_steps(timer, 0.2)
-    timer.short_steps()
-    assert timer.run.steps == 2 and timer._had_gradients == []
+    assert timer.choose_method() == "parts"
+    interval = timer.measure_parts()
+    assert counts == [1, 1, 0] and interval.samples == 1
+    assert interval.median > timer.run.accumulation * 0.5
+    assert interval.low < interval.median < interval.high
+    assert timer.batches.items_per_step(timer.ranks) > 0, "tokens/s of the run"
 
 
 def test_the_compilation_is_no_part_of_what_counts(expensive: Callable[..., None]):
     """Else torch.compile "compiled again while it was measured", and each run of a claim would be disturbed."""
     expensive(0.1, 0.3)
     load = LoadMonitor(device=torch.device("cpu"), root_pid=os.getpid())
-    timer = make_timer("make_linear", 32, compiled="model", load=load)
+    timer = make_timer("make_linear", 32, compiled="model", load=load, again=True)
     counts = slow_micro_steps(timer, 0.5)
     timer.short_steps()
     timer.choose_method()
@@ -282,6 +268,7 @@ def test_an_expensive_look_ends_before_its_second_step_if_its_micro_steps_alone_
     with pytest.raises(BehindError) as dropped:
         timer.short_steps()
     assert counts == [2, 0]
+    assert timer.batches.items_per_step(timer.ranks) > 0, "though only the first samples were used"
     assert 0.05 < dropped.value.at_least_s < timer.run.accumulation * 0.25 < dropped.value.interval.high
 
 
