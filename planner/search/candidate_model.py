@@ -22,8 +22,11 @@ from autoplan.planner.search.surrogate import (
     Posterior,
     Prior,
     Surrogate,
+    encode,
     expected_improvement,
     normal_cdf,
+    similarity,
+    time_weights,
 )
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
@@ -264,6 +267,13 @@ class CandidateModel:
         """The step time of a candidate by all trials and the cost model, at the pace of the first; None: it is none."""
         place = self._places.get(config)
         return None if place is None else math.exp(float(self.assess().posterior.log_time[place]))
+
+    def apart_sd(self, one: TrainingConfig, other: TrainingConfig) -> float:
+        """Standard deviation of the logarithm of two configurations' ratio in step time, before either has run."""
+        wide = Prior.of(self.estimator.table([one, other])).log_time_sd
+        codes = encode([one, other])
+        alike = float(similarity(codes[:1], codes[1:], time_weights(self.trials))[0, 0])
+        return math.sqrt(max(0.0, float(wide @ wide) - 2 * alike * float(wide.prod())))
 
     def best_trial(self) -> Trial | None:
         """The fastest measured trial that may be the plan, at the pace of the first."""

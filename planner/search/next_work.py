@@ -12,8 +12,9 @@ leader fails it and the time spent around it was lost; a probe or a trace by the
 
 No piece has a share of the budget. There is one constraint: after a piece, the time that is left must hold what the
 leader still needs, and what the configuration needs that the piece may make the leader: its parity check and the rounds
-of the claim (two, and more where runs differ much). Further rounds show a small gain: a look that leaves no time for
-them is made if it gains more for its seconds. The baseline needs nothing: it is the plan if nothing faster is found.
+of the claim (two, and more where runs differ much). Further rounds show a small gain: a piece that takes their time is
+made if the gain that is shown at the end is expected to be no less with it. The baseline needs nothing: it is the plan
+if nothing faster is found.
 If the budget holds no look with its claim (the baseline alone takes a third of it), looks and the parity check go on
 without one: a checked plan whose speed-up rests on single looks is worth more than none. Where looks with a claim were
 made and the baseline leads, it is the plan: what a last look finds could not be proved.
@@ -29,6 +30,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.planner.search.claim import LEAST_ROUNDS, chance_to_show
+from autoplan.planner.trials.measure import SLICED, Spread
 from autoplan.strategies.config import TrainingConfig
 
 Array = NDArray[np.float64] | np.float64
@@ -133,6 +136,31 @@ class Work(Option):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ShownGain:
+    """What the rounds of the leader's claim are expected to show, by the time that they have.
+
+    Attributes:
+        gain: The logarithm of the leader's speed-up, as it is believed now.
+        round_s: Expected seconds of a round.
+        most: So many rounds are made if there is time.
+        spread: Between the runs of a round.
+    """
+
+    gain: float
+    round_s: float
+    most: int
+    spread: Spread = SLICED
+
+    def within(self, left_s: float, more: float = 0.0) -> float:
+        """The expected logarithm of the speed-up that is shown in so many seconds; what is not shown is no gain.
+
+        `more` is what the gain is expected to grow by before.
+        """
+        rounds, gain = min(self.most, math.floor(left_s / self.round_s)), self.gain + more
+        return gain * chance_to_show(self.spread, rounds, gain) if rounds >= LEAST_ROUNDS else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class State:
     """The facts that are known when the next piece is chosen.
 
@@ -146,8 +174,8 @@ class State:
         pairs: The leader beside each configuration that the bound does not put behind it.
         leader_needs_s: What the leader still needs: its parity check and the rounds of the claim; 0 for the baseline.
         claim: The claim of the leader, to be made or gone on with; None: it is made, or there is nothing to claim.
-        further: Rounds of its claim beyond the fewest, with what they gain; None: there is no claim to be begun, or no
-            time or use for more of them. They are never chosen here: looks that gain less leave time for them.
+        shown: What its claim is expected to show; None: there is none to be begun, or more rounds than the fewest show
+            no more.
         claim_fitted: A look was made while there was time for its claim.
         plain_leads: The baseline is the plan if nothing else is found.
         claim_began: It was begun: nothing comes between its rounds, and nothing after them.
@@ -165,7 +193,7 @@ class State:
     pairs: Sequence[Option] = ()
     leader_needs_s: float = 0.0
     claim: Option | None = None
-    further: Option | None = None
+    shown: ShownGain | None = None
     claim_fitted: bool = False
     plain_leads: bool = False
     claim_began: bool = False
@@ -190,8 +218,7 @@ def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
     if state.claim_began:
         return _proof(state, left_s)
     options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices)]
-    if state.further is not None:
-        options = [one for one in options if _fits(one, state, _without_rounds_s(one, state, left_s), free_devices)]
+    options = [one for one in options if _shows_more(one, state, left_s)]
     if not options and not _holds_claim(state, left_s) and not (state.claim_fitted and state.plain_leads):
         options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices, claimed=False)]
     options.sort(key=lambda one: -one.score)
@@ -199,7 +226,7 @@ def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
         best: Option = options[0]
         rest: Sequence[Option] = options[1:]
         if best.kind == "look":
-            best, rest = _before(best, rest, state, _without_rounds_s(best, state, left_s))
+            best, rest = _before(best, rest, state, left_s)
         return _chosen(best, rest, state)
     return _proof(state, left_s)
 
@@ -233,18 +260,18 @@ def _fits(option: Option, state: State, left_s: float, free_devices: int, *, cla
     return option.devices <= free_devices and _ends_s(option, state) + _needed_s(option, state, claimed) <= left_s
 
 
-def _without_rounds_s(option: Option, state: State, left_s: float) -> float:
-    """The seconds that a piece may use: without those of further rounds, unless it gains more for its time.
+def _shows_more(option: Option, state: State, left_s: float) -> bool:
+    """Whether the gain that the claim shows is expected to be no less if its time is spent on a piece first.
 
-    A look needs a check of its own too, where the leader has passed one. What a sampler draws has no gain of its own.
+    Three or four rounds that show 10 % are worth more than a pair that decides between two configurations alike. A
+    look needs a check of its own too, where the leader has passed one. What a sampler draws has no gain of its own.
     """
-    further = state.further
-    if further is None or option.kind == "parity":
-        return left_s
-    with_check_s = option.cost_s + (option.check_s if state.check is None else 0.0)
+    if state.shown is None or option.kind == "parity":
+        return True
+    check_s = 0.0 if state.check is None else state.check.cost_s
     drawn = option.kind == "look" and option.config is None
-    gains_more = not drawn and replace(option, cost_s=with_check_s).score >= further.score
-    return left_s if gains_more else left_s - further.cost_s
+    then_s = left_s - option.cost_s - max(check_s, option.check_s)
+    return state.shown.within(then_s, 0.0 if drawn else option.gain) >= state.shown.within(left_s - check_s)
 
 
 def _ends_s(option: Option, state: State) -> float:
@@ -278,7 +305,9 @@ def _before(look: Option, rest: Sequence[Option], state: State, left_s: float) -
     if later_s > left_s:  # there is no room for the claim
         later_s = look.cost_s + _needed_s(look, state, False)
     for option in state.sharpen:
-        if state.sharpened_s + option.cost_s <= SPARED_LOOKS * look.cost_s and option.cost_s + later_s <= left_s:
+        both = replace(look, cost_s=option.cost_s + look.cost_s)
+        fits = option.cost_s + later_s <= left_s and _shows_more(both, state, left_s)
+        if fits and state.sharpened_s + option.cost_s <= SPARED_LOOKS * look.cost_s:
             return option, (look, *rest)
     return look, rest
 
@@ -319,28 +348,24 @@ def score(gain: Array, cost_s: Array) -> Array:
     return np.asarray(gain / np.maximum(cost_s, 1.0) ** COST_POWER)
 
 
-NEAR_SD = 0.1
-"""Standard deviation of the true log ratio of two configurations that single looks do not tell apart: what a pair can
-show. In the recorded tables (benchmarks/results/search_tables) the two next to the fastest of eight, by a look each,
-differ from it by 10 to 15 % in truth."""
-
-
-def pair_gain(difference: float, sd: float, pair_sd: float) -> float:
+def pair_gain(difference: float, sd: float, pair_sd: float, *, apart_sd: float) -> float:
     """The expected gain of running a configuration side by side with the leader.
 
-    It takes the lead only if it wins. By the normal prior of what is not told apart (NEAR_SD), the runs so far, and
-    what the pair is expected to add to them, that is s x L(m / s), with L the unit normal linear loss (Raiffa and
+    It takes the lead only if it wins. By the normal prior of two such configurations, the runs so far, and what the
+    pair is expected to add to them, that is s x L(m / s), with L the unit normal linear loss (Raiffa and
     Schlaifer 1961, chapter 5), m the mean of the ratio now, and s how far the pair is expected to move it.
 
     Args:
         difference: How far its log step time is above the leader's; below 0: it looks faster.
         sd: Standard deviation of that difference, of the runs so far.
         pair_sd: The same of a pair.
+        apart_sd: Standard deviation of the true logarithm of their ratio, before any run: of two that differ in a knob
+            of small effect it is small, and a look that was faster was lucky.
     """
-    known = NEAR_SD**2 / (NEAR_SD**2 + sd**2)
+    known = apart_sd**2 / (apart_sd**2 + sd**2)
     mean, variance = known * difference, known * sd**2
     moved = variance / math.hypot(math.sqrt(variance), pair_sd) if variance > 0 else 0.0
-    if moved <= 0:
+    if moved <= 0.0:
         return max(0.0, -mean)
     z = mean / moved
     density = math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)

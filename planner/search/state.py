@@ -17,7 +17,6 @@ from autoplan.planner.records.trials import Trial
 from autoplan.planner.search.candidate_model import next_looks, ordered
 from autoplan.planner.search.claim import (
     LEAST_ROUNDS,
-    chance_to_show,
     claim_progress,
     rounds_kept,
     rounds_needed,
@@ -26,6 +25,7 @@ from autoplan.planner.search.next_work import (
     HAND_GAIN,
     TRIED_SHARE,
     Option,
+    ShownGain,
     State,
     check_gain,
     pair_gain,
@@ -97,7 +97,7 @@ def read_state(session: Session) -> State:
         pairs=[] if leader is None else list(_pairs(session, leader)),
         leader_needs_s=0.0 if leader is None else leader_needs_s(session, leader),
         claim=claim,
-        further=None if leader is None or claim is None or began else further_rounds(session, leader),
+        shown=None if leader is None or claim is None or began else shown_gain(session, leader),
         claim_fitted=session.claim_fitted,
         plain_leads=leader is not None and leader.config == session.plain_config,
         claim_began=began,
@@ -230,7 +230,12 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
         yield Option(
             kind="pair",
             config=other.config,
-            gain=pair_gain(difference, spread.sd * math.sqrt(2 / (1 + made)), pair_sd),
+            gain=pair_gain(
+                difference,
+                spread.sd * math.sqrt(2 / (1 + made)),
+                pair_sd,
+                apart_sd=session.model.apart_sd(leader.config, other.config),
+            ),
             cost_s=cost.round_s(leader.first, other.first, sliced=sliced),
             needs_s=needs_s(session, other.config),
             check_s=check_s(session, other.config),
@@ -317,32 +322,19 @@ def needs_s(session: Session, config: TrainingConfig, look_s: float | None = Non
     return check_s(session, config) + SLOW_MOMENTS * rounds * round_s(session, config, look_s)
 
 
-def further_rounds(session: Session, leader: CandidateRuns) -> Option | None:
-    """The rounds beyond the fewest that gain most for their time: they compete with looks, since both cannot be had.
+def shown_gain(session: Session, leader: CandidateRuns) -> ShownGain | None:
+    """What the rounds of its claim are expected to show: they compete with looks and pairs for the time.
 
     Once four rounds were kept for a leader by 1.08 times, before any look: then a GPT-2 was looked at once in ten
     minutes, though a further look promised a quarter more. Once looks that promised 1 % left two rounds, which did not
-    show a gain of 1.19 times.
+    show a gain of 1.19 times; and once five to seven pairs between an optimizer's forms left two for 1.1 times.
     """
     spread = _round_spread(session, leader.config)
     if spread is not SLICED or is_under_load(session.store.trials):  # beside other work no claim holds
         return None
-    gain, fewest, most = believed_gain(session, leader), rounds_kept(spread), claim_size(session, leader)
-    shown, each_s = chance_to_show(spread, fewest, gain), SLOW_MOMENTS * round_s(session, leader.config)
-    return max(
-        (
-            Option(
-                kind="claim",
-                config=leader.config,
-                gain=gain * (chance_to_show(spread, rounds, gain) - shown),
-                cost_s=(rounds - fewest) * each_s,
-                why="more rounds show a small gain",
-            )
-            for rounds in range(fewest + 1, most + 1)
-        ),
-        key=lambda option: option.score,
-        default=None,
-    )
+    gain, each_s = believed_gain(session, leader), SLOW_MOMENTS * round_s(session, leader.config)
+    most = rounds_needed(spread, gain)
+    return ShownGain(gain=gain, round_s=each_s, most=most, spread=spread) if most > rounds_kept(spread) else None
 
 
 GAIN_SD = 0.15

@@ -30,7 +30,7 @@ from autoplan.planner.search.claim import (
     rounds_kept,
     rounds_needed,
 )
-from autoplan.planner.search.next_work import Option, Work, next_work
+from autoplan.planner.search.next_work import ShownGain, Work, next_work
 from autoplan.planner.search.options import SearchObserver
 from autoplan.planner.search.selection import collect_runs, contenders, is_tie, measured_spread, rank
 from autoplan.planner.search.session import Session
@@ -40,8 +40,8 @@ from autoplan.planner.search.state import (
     believed_gain,
     claim_size,
     find_leader,
-    further_rounds,
     read_state,
+    shown_gain,
 )
 from autoplan.planner.search.work import run_claim_round, run_pair
 from autoplan.planner.trials.measure import (
@@ -103,6 +103,7 @@ class Simulated(Session):
             ),
             cost_s=lambda config: 1.0,
             believed_s=lambda config: None,
+            apart_sd=lambda one, other: 0.1,
             **vars(PACE),
             hopeful=lambda: np.zeros(1, dtype=bool),
         )
@@ -537,28 +538,25 @@ def test_the_chance_that_rounds_show_a_gain_is_how_often_they_do():
     assert chance_to_show(SLICED, 2, 0.0) < 0.05 and chance_to_show(SLICED, 2, 0.5) > 0.99
 
 
-def test_further_rounds_gain_what_only_they_show():
-    """The leader's gain, times the chance that only they show it: most for a small one, for their time."""
+def test_the_gain_that_more_rounds_show_is_counted_where_they_do():
     plain, cost = a_trial(0, "baseline", BASE, 1.0), SimpleNamespace(round_s=lambda *runs, **others: 10.0)
 
-    def more_of(ratio: float, *, sliced: bool = True, left_s: float = 1000.0, **facts: Any) -> Option | None:
+    def shown_of(ratio: float, *, sliced: bool = True, **facts: Any) -> ShownGain | None:
         first = a_trial(1, "search", OTHERS[0], 1 / ratio, **facts)
         session: Any = SimpleNamespace(
-            baseline=plain, run_spread=replace(SLICED), trial_cost=cost, first_run=lambda config: first, left_s=left_s,
+            baseline=plain, run_spread=replace(SLICED), trial_cost=cost, first_run=lambda config: first,
             in_slices=lambda *runs: sliced, model=PACE, store=SimpleNamespace(trials=(plain, first)),
         )  # fmt: skip
-        return further_rounds(session, collect_runs([first])[0])
+        return shown_gain(session, collect_runs([first])[0])
 
-    small = more_of(1.1)
-    assert small is not None
-    rounds = small.cost_s / (SLOW_MOMENTS * 10.0)
-    assert rounds == pytest.approx(round(rounds)) and 1 <= round(rounds) <= MOST_ROUNDS - LEAST_ROUNDS
-    assert 0.2 * math.log(1.1) < small.gain < math.log(1.1)
-    assert more_of(1.25) is None, "two rounds show it"
-    assert more_of(1.1, left_s=25.0) is None, "there is no time for more"
-    assert more_of(1.1, sliced=False) is None, "of runs apart the fewest are counted by their spread"
+    small = shown_of(1.1)
+    assert small is not None and small.round_s == pytest.approx(SLOW_MOMENTS * 10.0)
+    assert 0.5 * math.log(1.1) < small.gain < math.log(1.1) and LEAST_ROUNDS < small.most <= MOST_ROUNDS
+    assert small.within(2 * small.round_s) < small.within(4 * small.round_s)
+    assert shown_of(1.3) is None, "two rounds show it"
+    assert shown_of(1.1, sliced=False) is None, "of runs apart the fewest are counted by their spread"
     busy = Window(seconds=1.0, others_cpu_share=0.5, disturbed=LOAD)
-    assert more_of(1.1, window=busy) is None, "beside other work no claim holds"
+    assert shown_of(1.1, window=busy) is None, "beside other work no claim holds"
 
 
 def test_what_is_a_tie_depends_on_the_measured_spread():

@@ -12,10 +12,10 @@ import pytest
 from autoplan.planner.search.next_work import (
     ENDS,
     LEAST_PAIR_GAIN,
-    NEAR_SD,
     SPARED_LOOKS,
     TRIED_SHARE,
     Option,
+    ShownGain,
     State,
     Work,
     check_gain,
@@ -101,26 +101,36 @@ def test_the_claim_is_not_given_up_for_looks_where_the_budget_holds_it():
     assert next_work(replace(slow, check=option("parity", 15.0)), 30.0).kind == "look", "with its check it does not fit"
 
 
-def test_rounds_that_show_a_small_gain_wait_for_a_look_that_gains_more_for_its_time():
-    """And a look that gains less, or one after which even the fewest rounds do not fit, does not take their time."""
-    more = option("claim", 60.0, gain=0.02)
-    state = State(looks=[look(gain=0.2)], leader_needs_s=50.0, claim=option("claim", 50.0), further=more)
-    assert next_work(state, 61.0).kind == "look"
-    assert next_work(state, 59.0).kind == "claim", "the fewest rounds are kept"
-    little = replace(state, looks=[look(gain=0.002)])
-    assert next_work(little, 61.0).kind == "claim"
-    assert next_work(little, 119.0).kind == "claim"
-    assert next_work(little, 121.0).kind == "look", "there is time for both"
-    pair = replace(little, looks=(), pairs=[option("pair", gain=0.005)])
-    assert [next_work(pair, left_s).kind for left_s in (119.0, 121.0)] == ["claim", "pair"]
-    drawn = replace(state, looks=[replace(look(gain=1.0), config=None)])
-    assert [next_work(drawn, left_s).kind for left_s in (119.0, 121.0)] == ["claim", "look"], "its gain is not known"
-    again = replace(state, looks=[look(gain=0.02, check_s=100.0)])
-    assert next_work(again, 111.0).kind == "claim", "the leader has passed its check, and the other one needs one"
-    assert next_work(replace(again, check=option("parity", 1.0)), 111.0).kind == "look"
-    sharper = replace(little, sharpen=[option("probe", 25.0)])
-    assert next_work(sharper, 140.0).kind == "look", "a probe does not take the time of the rounds either"
-    assert next_work(sharper, 150.0).kind == "probe"
+def test_a_piece_is_made_if_the_claim_shows_no_less_after_it():
+    """One that gains more than the rounds do whose time it takes; of others, what leaves their time."""
+    rounds = ShownGain(gain=0.1, round_s=10.0, most=5)
+    at = [rounds.within(seconds) for seconds in (19.0, 20.0, 30.0, 40.0, 50.0, 60.0)]
+    assert at[0] == 0.0 and sorted(set(at)) == at[:-1] and at[-1] == at[-2] < 0.1, "the fewest are two, the most five"
+    assert rounds.within(20.0, more=0.1) > 0.1 + rounds.within(20.0), "a large gain is shown by few"
+
+    state = State(leader_needs_s=20.0, claim=option("claim", 20.0), shown=rounds)
+    good, little = option("pair", gain=0.03), option("pair", gain=0.01)
+
+    def next_kind(pair: Option, left_s: float, **facts: Any) -> str:
+        return next_work(replace(state, pairs=[pair], **facts), left_s).kind
+
+    assert [next_kind(good, left_s) for left_s in (29.0, 39.0, 49.0)] == ["claim", "pair", "pair"]
+    assert [next_kind(little, left_s) for left_s in (29.0, 39.0, 60.0)] == ["claim", "claim", "pair"]
+    check = option("parity", 15.0)
+    assert next_kind(little, 50.0, check=check, leader_needs_s=35.0) == "parity", "its check takes some of the time"
+    assert next_kind(little, 60.0, check=check, leader_needs_s=35.0) == "pair"
+    assert next_kind(little, 39.0, shown=None) == "pair", "more rounds would show no more"
+
+    looks = replace(state, looks=[look(gain=0.2, cost_s=10.0)])
+    assert next_work(looks, 31.0).kind == "look", "what gains much is shown by the fewest rounds"
+    assert next_work(replace(looks, looks=[look(gain=0.03, check_s=30.0)]), 60.0).kind == "claim", (
+        "it needs a check too"
+    )
+    drawn = replace(looks, looks=[replace(look(gain=1.0, cost_s=10.0), config=None)])
+    assert [next_work(drawn, left_s).kind for left_s in (59.0, 60.0)] == ["claim", "look"], "its gain is not known"
+    sharper = replace(looks, looks=[look(gain=0.01, cost_s=10.0)], sharpen=[option("probe", 20.0)])
+    assert next_work(sharper, 65.0).kind == "look", "a probe does not take the time of the rounds either"
+    assert next_work(sharper, 80.0).kind == "probe"
 
 
 def test_the_next_best_that_fits_is_taken_where_the_best_does_not():
@@ -286,12 +296,16 @@ def test_what_is_dear_waits_and_does_not_starve():
 
 
 def test_a_pair_gains_most_where_the_two_are_alike_and_not_known():
-    assert pair_gain(0.1, 0.05, 0.03) < pair_gain(0.0, 0.05, 0.03) < pair_gain(-0.1, 0.05, 0.03)
-    assert pair_gain(0.0, 0.02, 0.03) < pair_gain(0.0, 0.05, 0.03), "what is known well is not asked again"
-    assert pair_gain(0.0, 0.05, 0.1) < pair_gain(0.0, 0.05, 0.03), "a pair that differs much tells little"
-    most = NEAR_SD / math.sqrt(2 * math.pi)
-    assert pair_gain(0.0, 0.05, 0.03) < pair_gain(0.0, 10.0, 0.0) == pytest.approx(most, rel=1e-3)
-    assert pair_gain(0.1, 0.0, 0.03) == 0.0 and pair_gain(-0.1, 0.0, 0.03) == pytest.approx(0.1)
+    def gain(difference: float, sd: float, pair_sd: float, apart_sd: float = 0.1) -> float:
+        return pair_gain(difference, sd, pair_sd, apart_sd=apart_sd)
+
+    assert gain(0.1, 0.05, 0.03) < gain(0.0, 0.05, 0.03) < gain(-0.1, 0.05, 0.03)
+    assert gain(0.0, 0.02, 0.03) < gain(0.0, 0.05, 0.03), "what is known well is not asked again"
+    assert gain(0.0, 0.05, 0.1) < gain(0.0, 0.05, 0.03), "a pair that differs much tells little"
+    assert gain(0.0, 0.05, 0.03) < gain(0.0, 10.0, 0.0) == pytest.approx(0.1 / math.sqrt(2 * math.pi), rel=1e-3)
+    assert gain(0.1, 0.0, 0.03) == 0.0 and gain(-0.1, 0.0, 0.03) == pytest.approx(0.1)
+    assert gain(-0.05, 0.03, 0.03, 0.01) < 0.01 < 0.04 < gain(-0.05, 0.03, 0.03), "of two alike the faster was lucky"
+    assert gain(-0.05, 0.03, 0.03, 0.0) == 0.0
 
 
 def test_a_check_gains_what_is_lost_if_the_leader_fails_it_at_the_end():
@@ -326,7 +340,7 @@ def drawn(draw: random.Random) -> State:
         pairs=[some("pair") for _ in range(draw.randrange(3))],
         leader_needs_s=sum(one.cost_s for one in (check, claim) if one is not None),
         claim=claim,
-        further=None if claim is None else maybe("claim", needs_s=0.0, devices=1),
+        shown=None if claim is None else ShownGain(gain=draw.uniform(0.0, 0.3), round_s=claim.cost_s / 2, most=5),
         claim_began=claim is not None and draw.random() < 0.2,
         out_of_looks=draw.random() < 0.2,
         hopeful=draw.random() < 0.5,
