@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -223,7 +224,7 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
         made = len(shared_rounds((leader, other)))
         if other.config in session.unpaired or made >= MOST_PAIRS or (made and is_decided(leader, other, spread)):
             continue
-        one, best = match_rounds(other, leader) if other.first.beside else (other, leader)
+        one, best = match_rounds(other, leader) if other.is_apart or leader.is_apart else (other, leader)
         difference = math.log(_counted_s(session, one) / _counted_s(session, best))
         sliced = session.in_slices(leader.first, other.first)
         pair_sd = math.sqrt(2) * (SLICED if sliced else spread).sd
@@ -357,9 +358,10 @@ def believed_gain(session: Session, leader: CandidateRuns) -> float:
 
 def at_plain_pace_s(session: Session, runs: CandidateRuns) -> float:
     """Its step time as the baseline's is compared with it: if its cores had been as fast as there."""
-    if runs.believed_s is not None:
-        return runs.single_s
-    counted = [runs.first] if runs.first.beside else runs.runs
+    believed_s = session.model.believed_s(runs.config) if runs.is_apart else runs.believed_s
+    if believed_s is not None:
+        return replace(runs, believed_s=believed_s).single_s
+    counted = [runs.first] if runs.is_apart else runs.runs
     return runs.look_s / statistics.geometric_mean(session.model.pace_of(run) for run in counted)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,8 @@ from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.strategies.workloads.workload import IGNORE_INDEX
+
+_LOG = logging.getLogger(__name__)
 
 Kernel = Callable[..., torch.Tensor]
 """(hidden (rows, size), weight (vocabulary, size), bias or None, targets (rows,)) -> the summed loss in fp32.
@@ -417,6 +420,7 @@ def _compile(
     except torch.OutOfMemoryError:
         raise
     except Exception:  # no compiler, a chip that it does not know
+        _LOG.debug("the loss is not compiled", exc_info=True)
         return None
     finally:
         counters.clear()
@@ -567,6 +571,7 @@ def agrees(
             most = LARGEST_DIFFERENCE[dtype]
             _AGREED[key] = all(float((a - b).abs().max()) <= most * float(a.abs().max()) for a, b in pairs)
         except Exception:  # no compiler, a chip that it does not know: torch's operations are used
+            _LOG.debug("a kernel of the loss does not run", exc_info=True)
             _AGREED[key] = False
     return _AGREED[key]
 

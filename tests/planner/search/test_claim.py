@@ -538,6 +538,27 @@ def test_the_chance_that_rounds_show_a_gain_is_how_often_they_do():
     assert chance_to_show(SLICED, 2, 0.0) < 0.05 and chance_to_show(SLICED, 2, 0.5) > 0.99
 
 
+def test_a_look_is_not_compared_with_pairs_in_slices():
+    """There steps take longer: each other configuration seemed 15 % faster than the leader, and had its pairs."""
+
+    def paired(config: TrainingConfig, number: int, time_s: float) -> Trial:
+        return a_trial(number, "finalist", config, time_s, round=0, pauses=20)
+
+    best, second, third = OTHERS[:3]
+    session = Simulated(0, 0.03)
+    for number, (config, time_s) in enumerate([(BASE, 1.3), (best, 1.0), (second, 1.01), (third, 1.06)]):
+        session.keep(a_trial(number, "baseline" if config == BASE else "search", config, time_s))
+    before = {pair.config: pair.gain for pair in read_state(session).pairs}
+    session.keep(paired(best, 4, 1.2))
+    session.keep(paired(second, 5, 1.3))
+    leader = find_leader(session)
+    assert leader is not None and leader.config == best and leader.step_time.median == 1.2 and leader.look_s == 1.0
+    after = {pair.config: pair.gain for pair in read_state(session).pairs}
+    assert third in before and after.get(third, 0.0) == pytest.approx(before[third], rel=0.2)
+    assert believed_gain(session, leader) > 0.8 * math.log(1.3), "nor is the baseline's"
+    assert [runs.config for runs in contenders(collect_runs(session.store.trials), leader)][0] == second
+
+
 def test_the_gain_that_more_rounds_show_is_counted_where_they_do():
     plain, cost = a_trial(0, "baseline", BASE, 1.0), SimpleNamespace(round_s=lambda *runs, **others: 10.0)
 
