@@ -268,7 +268,7 @@ class CandidateModel:
         place = self._places.get(config)
         return None if place is None else math.exp(float(self.assess().posterior.log_time[place]))
 
-    def apart_sd(self, one: TrainingConfig, other: TrainingConfig) -> float:
+    def ratio_sd(self, one: TrainingConfig, other: TrainingConfig) -> float:
         """Standard deviation of the logarithm of two configurations' ratio in step time, before either has run."""
         wide = Prior.of(self.estimator.table([one, other])).log_time_sd
         codes = encode([one, other])

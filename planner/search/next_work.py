@@ -154,9 +154,9 @@ class ShownGain:
     def within(self, left_s: float, more: float = 0.0) -> float:
         """The expected logarithm of the speed-up that is shown in so many seconds; what is not shown is no gain.
 
-        `more` is what the gain is expected to grow by before.
+        `more` is added to the gain: what a piece that runs first is expected to find.
         """
-        rounds, gain = min(self.most, math.floor(left_s / self.round_s)), self.gain + more
+        rounds, gain = min(self.most, math.floor(left_s / max(self.round_s, 1e-9))), self.gain + more
         return gain * chance_to_show(self.spread, rounds, gain) if rounds >= LEAST_ROUNDS else 0.0
 
 
@@ -270,14 +270,19 @@ def _shows_more(option: Option, state: State, left_s: float) -> bool:
         return True
     check_s = 0.0 if state.check is None else state.check.cost_s
     drawn = option.kind == "look" and option.config is None
-    then_s = left_s - option.cost_s - max(check_s, option.check_s)
-    return state.shown.within(then_s, 0.0 if drawn else option.gain) >= state.shown.within(left_s - check_s)
+    then_s = left_s - _ends_s(option, state) - max(check_s, option.check_s)
+    now_s = left_s - _running_s(state) - check_s
+    return state.shown.within(then_s, 0.0 if drawn else option.gain) >= state.shown.within(now_s)
 
 
 def _ends_s(option: Option, state: State) -> float:
     """Seconds until a piece has ended, and what runs now: a look may run beside it, all else waits for it."""
-    running_s = max((one.cost_s for one in state.running), default=0.0)
+    running_s = _running_s(state)
     return max(option.cost_s, running_s) if option.kind in BESIDE else option.cost_s + running_s
+
+
+def _running_s(state: State) -> float:
+    return max((one.cost_s for one in state.running), default=0.0)
 
 
 def _holds_claim(state: State, left_s: float) -> bool:
@@ -348,7 +353,7 @@ def score(gain: Array, cost_s: Array) -> Array:
     return np.asarray(gain / np.maximum(cost_s, 1.0) ** COST_POWER)
 
 
-def pair_gain(difference: float, sd: float, pair_sd: float, *, apart_sd: float) -> float:
+def pair_gain(difference: float, sd: float, pair_sd: float, *, ratio_sd: float) -> float:
     """The expected gain of running a configuration side by side with the leader.
 
     It takes the lead only if it wins. By the normal prior of two such configurations, the runs so far, and what the
@@ -359,10 +364,10 @@ def pair_gain(difference: float, sd: float, pair_sd: float, *, apart_sd: float) 
         difference: How far its log step time is above the leader's; below 0: it looks faster.
         sd: Standard deviation of that difference, of the runs so far.
         pair_sd: The same of a pair.
-        apart_sd: Standard deviation of the true logarithm of their ratio, before any run: of two that differ in a knob
+        ratio_sd: Standard deviation of the true logarithm of their ratio, before any run: of two that differ in a knob
             of small effect it is small, and a look that was faster was lucky.
     """
-    known = apart_sd**2 / (apart_sd**2 + sd**2)
+    known = ratio_sd**2 / (ratio_sd**2 + sd**2)
     mean, variance = known * difference, known * sd**2
     moved = variance / math.hypot(math.sqrt(variance), pair_sd) if variance > 0 else 0.0
     if moved <= 0.0:

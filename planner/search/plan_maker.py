@@ -95,7 +95,7 @@ def make_plan(
         untried=find_untried(
             session.model,
             winner.config,
-            at_plain_pace_s(session, winner if winner.first.beside else compared.candidate),
+            at_plain_pace_s(session, compared.candidate),
             drawn=session.sampler is not None,
         ),
         parity=parity,

@@ -71,17 +71,17 @@ class CandidateRuns:
         if self.counted:
             return self.counted
         pairs = self.finalist_runs
-        enough = len(pairs) >= (1 if self.is_apart else ENOUGH_PAIRS)
+        enough = len(pairs) >= (1 if self.look_is_unlike else ENOUGH_PAIRS)
         return pairs if enough else (self.first, *pairs)
 
     @property
-    def is_apart(self) -> bool:
-        """Whether its look and its pairs ran under unlike conditions, so that neither says how fast the other is.
+    def look_is_unlike(self) -> bool:
+        """Whether its look and its further runs were made under unlike conditions, so that they do not compare.
 
-        A look beside others; or pairs in slices, where each slice begins with cold caches: a step of 15 ms alone took
-        18 ms there.
+        A look ran beside others; or further runs were in slices, where each slice begins with cold caches: steps of a
+        small transformer took 4 to 7 % longer there (twelve runs of each).
         """
-        return self.first.beside > 0 or any(run.pauses for run in self.finalist_runs)
+        return self.first.beside > 0 or any(run.pauses for run in (*self.finalist_runs, *self.counted))
 
     @property
     def reported(self) -> CandidateRuns:
@@ -104,9 +104,9 @@ class CandidateRuns:
 
     @property
     def look_s(self) -> float:
-        """Its median step time, as it compares with those that have no pairs: of its look, if its pairs are apart."""
+        """Its median step time, as it compares with those that have no pairs: its look's, if that is unlike them."""
         look = self.first.step_time_s
-        return self.weight * look.median if self.is_apart and look is not None else self.step_time.median
+        return self.weight * look.median if self.look_is_unlike and look is not None else self.step_time.median
 
     @property
     def single_s(self) -> float:
@@ -212,16 +212,16 @@ def match_rounds(a: CandidateRuns, b: CandidateRuns) -> tuple[CandidateRuns, Can
 def measured_spread(trials: Iterable[Trial]) -> Spread:
     """How much runs of one configuration differ on this device, from all that ran again undisturbed.
 
-    The runs of the claim are left out: they are what this figure is used for. How fast the cores were counts from all.
+    The runs of the claim are left out: they are what this figure is used for; and those in slices, which differ less.
+    How fast the cores were counts from all.
     """
     trials = tuple(trials)
-    runs: dict[tuple[object, ...], list[float]] = {}
+    runs: dict[tuple[TrainingConfig, str | None, int], list[float]] = {}
     for trial in trials:
         good = trial.outcome is Outcome.OK and trial.step_time_s is not None and trial.disturbed is None
-        if good and trial.purpose != "claim":
+        if good and trial.purpose != "claim" and not trial.pauses:
             seconds = trial.step_time_s.median  # type: ignore[union-attr]
-            alike = trial.config, trial.method, trial.beside, trial.pauses > 0
-            runs.setdefault(alike, []).append(seconds)
+            runs.setdefault((trial.config, trial.method, trial.beside), []).append(seconds)
     return Spread.of(runs.values(), core_spread(trial.window for trial in trials))
 
 

@@ -257,7 +257,7 @@ def run_pair(session: Session, work: Work) -> None:
     """The leader and a configuration that may be as fast, once each in fresh processes, in an order that is drawn."""
     leader = find_leader(session)
     assert leader is not None, "a pair is one with the leader"
-    other = next((runs for runs in session.contenders(leader) if runs.config == work.config), None)
+    other = next((runs for runs in session.eligible if runs.config == work.config), None)
     if other is None:
         return
     session.observer.on_phase("pair", f"{other.config.describe()} beside the leader")

@@ -296,8 +296,8 @@ def test_what_is_dear_waits_and_does_not_starve():
 
 
 def test_a_pair_gains_most_where_the_two_are_alike_and_not_known():
-    def gain(difference: float, sd: float, pair_sd: float, apart_sd: float = 0.1) -> float:
-        return pair_gain(difference, sd, pair_sd, apart_sd=apart_sd)
+    def gain(difference: float, sd: float, pair_sd: float, ratio_sd: float = 0.1) -> float:
+        return pair_gain(difference, sd, pair_sd, ratio_sd=ratio_sd)
 
     assert gain(0.1, 0.05, 0.03) < gain(0.0, 0.05, 0.03) < gain(-0.1, 0.05, 0.03)
     assert gain(0.0, 0.02, 0.03) < gain(0.0, 0.05, 0.03), "what is known well is not asked again"

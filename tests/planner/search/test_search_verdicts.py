@@ -158,7 +158,7 @@ def all_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
         "contenders",
         lambda objective, candidates, leader, spread: [one for one in candidates if one.config != leader.config],
     )
-    monkeypatch.setattr(search_state, "pair_gain", lambda *runs, apart_sd: 1.0)
+    monkeypatch.setattr(search_state, "pair_gain", lambda *runs, ratio_sd: 1.0)
 
 
 @pytest.mark.exhaustive
