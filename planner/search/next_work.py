@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.planner.search.claim import LEAST_ROUNDS, chance_to_show
-from autoplan.planner.trials.measure import SLICED, Spread
+from autoplan.planner.trials.measure import SLICED
 from autoplan.strategies.config import TrainingConfig
 
 Array = NDArray[np.float64] | np.float64
@@ -137,19 +137,17 @@ class Work(Option):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownGain:
-    """What the rounds of the leader's claim are expected to show, by the time that they have.
+    """What the rounds of the leader's claim, in slices, are expected to show, by the time that they have.
 
     Attributes:
         gain: The logarithm of the leader's speed-up, as it is believed now.
         round_s: Expected seconds of a round.
         most: So many rounds are made if there is time.
-        spread: Between the runs of a round.
     """
 
     gain: float
     round_s: float
     most: int
-    spread: Spread = SLICED
 
     def within(self, left_s: float, more: float = 0.0) -> float:
         """The expected logarithm of the speed-up that is shown in so many seconds; what is not shown is no gain.
@@ -157,7 +155,7 @@ class ShownGain:
         `more` is added to the gain: what a piece that runs first is expected to find.
         """
         rounds, gain = min(self.most, math.floor(left_s / max(self.round_s, 1e-9))), self.gain + more
-        return gain * chance_to_show(self.spread, rounds, gain) if rounds >= LEAST_ROUNDS else 0.0
+        return gain * chance_to_show(SLICED, rounds, gain) if rounds >= LEAST_ROUNDS else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -361,14 +361,13 @@ def shown_gain(session: Session, leader: CandidateRuns) -> ShownGain | None:
     minutes, though a further look promised a quarter more. Once looks that promised 1 % left two rounds, which did not
     show a gain of 1.19 times; and once five to seven pairs between an optimizer's forms left two for 1.1 times.
     """
-    spread = _round_spread(session, leader.config)
-    if spread is not SLICED or session.objective.name != "throughput":
+    if session.objective.name != "throughput" or not _is_sliced(session, leader.config):
         return None
     if is_under_load(session.store.trials):  # beside other work no claim holds
         return None
     gain, each_s = believed_gain(session, leader), SLOW_MOMENTS * round_s(session, leader.config)
-    most = rounds_needed(spread, gain)
-    return ShownGain(gain=gain, round_s=each_s, most=most, spread=spread) if most > rounds_kept(spread) else None
+    most = rounds_needed(SLICED, gain)
+    return ShownGain(gain=gain, round_s=each_s, most=most) if most > rounds_kept(SLICED) else None
 
 
 GAIN_SD = 0.15
