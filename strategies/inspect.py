@@ -161,8 +161,11 @@ def inspect_workload(
     )
 
     def facts_of(structure: Structure, noisy: bool = False) -> WorkloadFacts:
-        with _enough_threads(model):
-            offered = [strategy.choices(workload, structure, hardware, device) for strategy in STRATEGIES]
+        offered = []
+        for strategy in STRATEGIES:
+            own = strategy.name == "threads"  # it asks for torch's own number
+            with contextlib.nullcontext() if own else _enough_threads(model):
+                offered.append(strategy.choices(workload, structure, hardware, device))
         choices = [limited(choice, workload.knobs) for choice in offered]
         facts = _facts(spec, workload, model, structure, choices)
         if not parallel:

@@ -130,11 +130,18 @@ class Rates:
         """
         if self.device != "cpu" or not (self.threads or self.thread_speed):
             return np.ones_like(np.asarray(threads, dtype=np.float64))
-        cores, sharing, own = self._shares(threads, ranks)
-        turns = np.maximum(sharing * own / cores, 1.0)
+        cores, _, own = self._shares(threads, ranks)
         known = np.array(sorted(self.thread_speed) or (1.0, cores), dtype=np.float64)
         speeds = np.array([self.thread_speed[int(count)] for count in known] if self.thread_speed else known)
-        return np.asarray(turns * np.interp(cores, known, speeds) / np.interp(np.minimum(own, cores), known, speeds))
+        slower = np.interp(cores, known, speeds) / np.interp(np.minimum(own, cores), known, speeds)
+        return np.asarray(self.turns(threads, ranks) * slower)
+
+    def turns(self, threads: Floats, ranks: float | Floats = 1.0) -> Floats:
+        """How many threads of all ranks take turns on a core; at least 1, and on CUDA 1."""
+        if self.device != "cpu" or not (self.threads or self.thread_speed):
+            return np.ones_like(np.asarray(threads, dtype=np.float64))
+        cores, sharing, own = self._shares(threads, ranks)
+        return np.asarray(np.maximum(sharing * own / cores, 1.0))
 
     def memory_slowdown(self, threads: Floats, ranks: float | Floats = 1.0) -> Floats:
         """The same of passes over memory, whose bandwidth the ranks share, and which half of the cores use up.

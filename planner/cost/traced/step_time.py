@@ -102,6 +102,11 @@ FSDP_UNIT_S = 5e-3
 SLOWER_THAN_PROBED = 3.0
 COMPARED_FLOPS = 1e8
 
+# A product of fewer operations takes as long on one thread as on more. Measured on two cores, torch 2.13, the time on
+# one thread over that on two: 0.89 with 64 x 64 x 64 (5e5 operations), 1.27 with 96 x 96 x 96 (1.8e6), 1.56 with
+# 256 x 256 x 256 (3.4e7).
+SPREAD_FLOPS = 1e6
+
 # Bytes of each number of an operand, read and written by its cast, counted. Compiled: read for the largest, read and
 # written in 8 bits. Eager, each operation by itself: abs, max, to fp32, times the scale, clamp, to 8 bits (torchao
 # 0.18), and the copy that puts one of two operands in the order that the kernel wants.
@@ -135,6 +140,7 @@ def segment_times(variant: VariantProfile, rates: Rates, candidates: Candidates,
     size = len(candidates)
     times = np.zeros((2, len(PARTS), size))
     slow = rates.thread_slowdown(candidates.threads, candidates.num_ranks)
+    taking_turns = rates.turns(candidates.threads, candidates.num_ranks)
     sharing = rates.memory_slowdown(candidates.threads, candidates.num_ranks)
     whole = candidates.compiled == COMPILES.index("model")
     fused_share = _fused_share(variant, rates, candidates)
@@ -158,7 +164,8 @@ def segment_times(variant: VariantProfile, rates: Rates, candidates: Candidates,
                 seconds = np.where(candidates.liger, LIGER_LEAVES * seconds, seconds)
             seconds = seconds * sharing
         else:
-            seconds = seconds * slow
+            few = _flops(group, candidates) < SPREAD_FLOPS
+            seconds = seconds * np.where(few, taking_turns, slow)
         target = times[BLOCK if group.segment == "block" else REST]
         in_8_bits = np.zeros(size)
         if place in fp8:
@@ -209,17 +216,31 @@ def _moved_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
     return np.asarray(moved / split / rates.memory_bytes_per_s)
 
 
+def _flops(group: OperationGroup, candidates: Candidates) -> Floats:
+    """Floating-point operations of one operation of a group, on one rank."""
+    return np.asarray(group.flops.at(candidates.samples) / _split(group, candidates))
+
+
+def _split(group: OperationGroup, candidates: Candidates) -> Floats:
+    """Over how many tensor-parallel ranks an operation of a group is split."""
+    if group.tensor_split == "none":
+        return np.ones_like(candidates.tp)
+    return np.asarray(
+        np.where(candidates.sequence_parallel, candidates.tp, 1.0) if group.tensor_split == "all" else candidates.tp
+    )
+
+
 def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
     """Seconds of one operation of a group."""
-    samples = candidates.samples
-    tp = candidates.tp
-    share = np.where(candidates.sequence_parallel, tp, 1.0) if group.tensor_split == "all" else tp
-    split = np.ones_like(tp) if group.tensor_split == "none" else share
     if group.measured_s is not None:
-        return measured_seconds(group, samples) / split * _tf32_share(group, rates, candidates)
+        return (
+            measured_seconds(group, candidates.samples)
+            / _split(group, candidates)
+            * _tf32_share(group, rates, candidates)
+        )
     if group.kind == "memory":
         return _moved_seconds(group, rates, candidates)
-    flops = group.flops.at(samples) / split
+    flops = _flops(group, candidates)
     if group.kind == "attention":
         return np.asarray(flops / rates.attention_rate(group.dtype))
     if not np.any(group.m.at(1.0)):

@@ -18,6 +18,7 @@ from autoplan.planner.cost.analytical.layouts import Layouts
 from autoplan.planner.cost.analytical.rows import estimate_rows
 from autoplan.planner.cost.analytical.step_time import estimate_layouts, learn_correction
 from autoplan.planner.cost.analytical.transformer import Transformer, find_transformer
+from autoplan.planner.cost.calibrate import FACTORS
 from autoplan.planner.cost.columns import SHARDINGS
 from autoplan.planner.cost.communication import Exchange, boundary_width, datasheet_links, exchange
 from autoplan.planner.cost.correction import Correction
@@ -325,6 +326,22 @@ def test_a_knob_that_is_read_changes_time_or_memory_and_one_that_is_not_changes_
     table: CostTable = estimator.table([plain, plain.model_copy(update={knob: value})])
     changed = any(len(set(column)) > 1 for column in (table.step_time_s, table.peak_memory_bytes))
     assert changed is (knob not in UNPRICED)
+
+
+@pytest.mark.parametrize(("size", "slower"), [(32, 1.0), (512, 2.0)])
+def test_a_small_product_takes_as_long_on_one_thread(size: int, slower: float) -> None:
+    profile = model_of_eight_blocks()
+    flops, side = LinearFit(per_sample=2.0 * size**3), LinearFit(fixed=size)
+    of = {"flops": flops, "m": LinearFit(per_sample=size), "n": side, "k": side}
+    variants = {
+        key: one.model_copy(update={"groups": (one.groups[0].model_copy(update=of), one.groups[1])})
+        for key, one in profile.variants.items()
+    }
+    profile = profile.model_copy(update={"variants": variants})
+    estimator = Estimator(profile, machine(), device="cpu", global_batch=16, memory_limit_bytes=None)
+    plain = TrainingConfig(micro_batch=2)
+    parts = estimator.table([plain, plain.model_copy(update={"threads": 1})]).parts_s[FACTORS.index("matmul/full")]
+    assert parts[1] == pytest.approx(slower * parts[0])
 
 
 @pytest.mark.parametrize("knob", [knob for knob in KNOBS if knob != "pp_microbatches"])

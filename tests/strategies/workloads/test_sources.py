@@ -264,6 +264,19 @@ def test_an_inspected_function_loads_again_as_it_was(function_file):
     assert (again.global_batch, again.name) == (6, "wide 4")
 
 
+def test_a_small_model_is_offered_other_numbers_of_threads_than_torchs_own(function_file):
+    from autoplan.strategies.inspect import inspect_workload
+    from tests.recorded import make_hardware
+
+    torch.set_num_threads(2)  # the fixture of this folder puts it back
+    facts = inspect_workload(make_spec(model=f"{function_file}:workload"), make_hardware(), "cpu")
+    threads = next(choices for choices in facts.choices if choices.knob == "threads").values
+    assert threads[0] is None
+    assert 1 in threads
+    assert 2 not in threads
+    assert torch.get_num_threads() == 2
+
+
 FIXED_CLIPPING = """
 import functools
 from autoplan.strategies.workloads.workload import Workload
