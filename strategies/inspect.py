@@ -45,7 +45,13 @@ from autoplan.strategies.workloads.digests import digest
 from autoplan.strategies.workloads.fingerprint import fingerprints_of
 from autoplan.strategies.workloads.loops.step import time_step
 from autoplan.strategies.workloads.objects import digests_of
-from autoplan.strategies.workloads.optimizers import check_optimizer, follows_an_instance, kept_states, trainable
+from autoplan.strategies.workloads.optimizers import (
+    check_optimizer,
+    follows_an_instance,
+    kept_states,
+    step_form,
+    trainable,
+)
 from autoplan.strategies.workloads.randomness import seeded_build
 from autoplan.strategies.workloads.sources import load_workload
 from autoplan.strategies.workloads.spec import WorkloadSpec
@@ -346,6 +352,7 @@ def _facts(
         logits_per_sample=logits,
         attention_dropout=attention_dropout(model),
         optimizer=type(optimizer).__name__,
+        optimizer_form=step_form(optimizer),
         optimizer_states=kept_states(workload.build_optimizer, trainable(model)).tensors,
         tied=structure.tied,
         micro_batch_dependent=structure.micro_batch_dependent,

@@ -59,7 +59,7 @@ NodesOption = Annotated[
     typer.Option(
         "--nodes",
         metavar="NxR",
-        help="With --launcher: N nodes with R ranks each, 2x8. Of a plan by default as measured.",
+        help="With --launcher: N nodes with R ranks each, 2x8. Default: what the plan was measured on.",
     ),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]

@@ -12,7 +12,7 @@ from autoplan.planner.records.plan import Measurement
 from autoplan.planner.records.trials import Claim, Interval, LeftOutFamily, Outcome, Parity, Trial
 from autoplan.planner.search.options import Candidate
 from autoplan.planner.search.selection import collect_runs
-from autoplan.planner.trials.measure import RUN_SPREAD
+from autoplan.planner.trials.measure import RUN_SPREAD, SLICED
 from autoplan.report.pieces import ledger_end_s, minutes, time_words
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
@@ -154,7 +154,7 @@ def _claim_basis(claim: Claim | None) -> str:
         return "" if claim is None else f"; from single trials, as the best of {claim.chosen_from}"
     rounds = f"{claim.rounds} round{'s' if claim.rounds > 1 else ''} side by side"
     repeats = f"measured over {claim.spread_repeats} repeats" if claim.spread_repeats else "assumed"
-    if not claim.spread_repeats and claim.spread > RUN_SPREAD:
+    if not claim.spread_repeats and claim.spread not in (RUN_SPREAD, SLICED.sd):
         repeats = "by how the speed of the cores changes"
     return f"; {rounds}, runs differ by {percent(claim.spread)} ({repeats})"
 

@@ -256,18 +256,24 @@ def checkpointed_share(policy: str, num_blocks: int) -> float:
 
 
 def config_columns(
-    table: ConfigTable, accumulation: Floats, *, device: str, num_blocks: Sequence[int] | int
+    table: ConfigTable,
+    accumulation: Floats,
+    *,
+    device: str,
+    num_blocks: Sequence[int] | int,
+    own_step: str | None = None,
 ) -> dict[str, Any]:
     """The fields of Columns for training configurations.
 
     Args:
         table: What is run.
         accumulation: Of each, micro-batches per optimizer step and data-parallel rank.
-        device: cpu or cuda: what the workload's own optimizer step is there.
+        device: cpu or cuda.
         num_blocks: Of each model, or of all, in each stack; 0 where that is not known.
+        own_step: The form in which the workload's own optimizer steps; None: torch chooses, by the device.
     """
     # torch's own choice: foreach on CUDA, the plain loop on CPU (torch.optim.optimizer._default_to_fused_or_foreach)
-    own = "foreach" if device == "cuda" else "for_loop"
+    own = own_step or ("foreach" if device == "cuda" else "for_loop")
     numbers = ("micro_batch", "dp_replicate", "dp_shard", "tp", "pp", "virtual_stages")
     sharded = table.column(
         "reshard_after_forward", lambda again: SHARDINGS.index("zero3" if again else "shard_grad_op")

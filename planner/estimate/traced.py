@@ -107,7 +107,13 @@ class TracedQuestion(Asked):
         """
         place, space = self.place(), self.space()
         estimator, device = place.estimator, place.estimator.device
-        columns = from_configs(space.candidates, self.global_batch, device=device, num_blocks=self.profile.num_blocks)
+        columns = from_configs(
+            space.candidates,
+            self.global_batch,
+            device=device,
+            num_blocks=self.profile.num_blocks,
+            own_step=self.profile.optimizer_form,
+        )
         predicted = estimator.predict(columns)
         groups = group_bytes(columns) if device == "cuda" else np.zeros(len(columns))
         low, high = (peak + groups for peak in (predicted.peak_memory_low_bytes, predicted.peak_memory_high_bytes))

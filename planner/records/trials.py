@@ -293,6 +293,7 @@ class ClaimRounds(Record):
     first_round: int
     rounds: int
     budget_s: float = Field(description="of the search when it began: with more, a new claim is made")
+    max_trials: int | None = Field(default=None, description="the same; None: no limit, or of an earlier version")
 
 
 class Claim(Record):

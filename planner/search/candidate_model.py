@@ -128,6 +128,7 @@ class CandidateModel:
         """How many times as long a step takes as when the first trial ran, by the core of the last one."""
         self._at_one_pace: list[Trial] = []
         self._had_quiet: dict[TrainingConfig, bool] = {}  # of each with a number of threads of its own that ran
+        self._failed: set[TrainingConfig] = set()
         self._assessment: Assessment | None = None
 
     def observe(self, trial: Trial) -> None:
@@ -166,6 +167,11 @@ class CandidateModel:
         self.out_of_turn.add(config)
         self._assessment = None
 
+    def set_failed(self, config: TrainingConfig) -> None:
+        """Notes that a configuration did not pass its parity check: it leads no more, and its like may fail theirs."""
+        self._failed.add(config)
+        self._assessment = None
+
     def set_elsewhere(self, configs: frozenset[TrainingConfig]) -> None:
         """Leaves out of what is untried, for now, what other planners are looking at."""
         self._elsewhere, self._assessment = configs, None
@@ -177,19 +183,34 @@ class CandidateModel:
             prior = Prior.of(self.estimator.table(self.candidates))
             each = [Prior.of(self.estimator.table([trial.config])) for trial in self.trials]
             trial_prior = Prior.joined(each) if each else prior
-            posterior = self._surrogate.posterior(prior, self._at_one_pace, trial_prior)
-            best = self.best_trial()
+            posterior = self._surrogate.posterior(prior, self._at_one_pace, trial_prior, self._failed)
             self._assessment = Assessment(
                 posterior=posterior,
                 untried=np.array([config not in tried for config in self.candidates]) & ~self.wait_for_the_leader(),
                 cost_s=self.trial_cost.all_s(self.pace * np.exp(posterior.log_time)),
                 wanted=posterior,
-                best=None if best is None or best.step_time_s is None else math.log(best.step_time_s.median),
+                best=self._best_log_s(posterior),
                 early=sum(trial.purpose == "search" for trial in self.trials) < FEWEST_LOOKS,
                 later=self._sets_threads if is_under_load(self.trials) else None,
             )
             self._assessment = self._as_wanted(self._assessment)
         return self._assessment
+
+    def _best_log_s(self, posterior: Posterior) -> float | None:
+        """The logarithm of the least step time of what ran and may be the plan, by all trials; None: nothing did.
+
+        The fastest of several looks was also the luckiest. What is no candidate counts as it was measured.
+        """
+        ran = [t for t in self._at_one_pace if t.outcome is Outcome.OK and not t.is_repeat and self._may_lead(t.config)]
+        places = [(self._places.get(trial.config), trial.step_time_s) for trial in ran]
+        return min(
+            (
+                math.log(step.median) if place is None else float(posterior.log_time[place])
+                for place, step in places
+                if step
+            ),
+            default=None,
+        )
 
     def _as_wanted(self, now: Assessment) -> Assessment:
         """The assessment as the objective sees it.
@@ -280,7 +301,7 @@ class CandidateModel:
         return best_trial(trial for trial in self._at_one_pace if self._may_lead(trial.config))
 
     def _may_lead(self, config: TrainingConfig) -> bool:
-        return self._allows(config) and not self.hangs_on_load(config)
+        return self._allows(config) and config not in self._failed and not self.hangs_on_load(config)
 
 
 def tried_configs(trials: Sequence[Trial]) -> set[TrainingConfig]:

@@ -75,9 +75,10 @@ class Comparison:
 def rounds_needed(spread: Spread, log_gain: float) -> int:
     """How many rounds show a gain of this size, by what is known of the spread before the first of them.
 
-    Half the interval is then at most INTERVAL_SHARE of the gain. The gain is that of the runs that the choice was made
-    by, so that the number of rounds does not depend on the claim's own runs. Where even MOST_ROUNDS leave half an
-    interval wider than the gain, ROUNDS_WITHOUT_HOPE are enough.
+    Half the interval is then at most INTERVAL_SHARE of the gain, or MOST_ROUNDS are made. (In slices the interval is
+    that of a mean, which is narrower than is reckoned here: rounds there differ by more on some machines.) The gain is
+    that of the runs that the choice was made by, so that the number of rounds does not depend on the claim's own runs.
+    Where even MOST_ROUNDS leave half an interval wider than the gain, ROUNDS_WITHOUT_HOPE are enough.
     """
     wanted = max(abs(log_gain) * INTERVAL_SHARE, WANTED_HALF_WIDTH)
     if half_width(spread, MOST_ROUNDS) > max(abs(log_gain), WANTED_HALF_WIDTH):
@@ -133,6 +134,7 @@ def compare(
     *,
     chosen_from: int,
     claim: ClaimRounds | None = None,
+    paces: tuple[float, float] = (1.0, 1.0),
 ) -> Comparison:
     """The speed-up of a candidate over a reference, and whether it may be claimed.
 
@@ -144,6 +146,8 @@ def compare(
         claim: The claim whose rounds count; None: there is none. Of a second claim (a search that went on with a larger
             budget) the level is divided by two, and so on: whoever stops as soon as a claim holds has had several
             chances.
+        paces: How many times as long a step took at the first run of each because of its core. Looks are compared as if
+            that were equal; side by side it is.
     """
     if candidate.config == reference.config:
         return _same(candidate, reference, spread)
@@ -162,6 +166,8 @@ def compare(
         disturbed = next((run.disturbed for run in runs if run.disturbed), None)
         rounds = len(candidate.finalist_runs)
     speedup = speed_ratio(candidate, reference, spread, chosen_from=max(1, chosen_from))
+    if not rounds:
+        speedup = speedup.times(paces[0] / paces[1])
     spread = SLICED if in_slices(candidate, reference) else spread
     why_not = None
     if disturbed is not None:

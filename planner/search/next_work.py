@@ -3,7 +3,7 @@
     work = next_work(state, left_s)
 
 In: a `State`, what is known now, and the seconds that are left. Out: a `Work`, the next piece: what it is, what it is
-expected to cost and to gain, and what it was preferred to. Nothing else in a search decides about time.
+expected to cost and to gain, and what it was preferred to. Nothing else in a search decides what runs next.
 
 The unit of gain is the expected natural logarithm of the speed-up of the plan that is handed over. A look (the first
 trial of a configuration) gains its expected improvement times the chances to fit and to run; a pair (two configurations
@@ -174,7 +174,7 @@ class State:
         claim: The claim of the leader, to be made or gone on with; None: it is made, or there is nothing to claim.
         shown: What its claim is expected to show; None: there is none to be begun, or more rounds than the fewest show
             no more.
-        claim_fitted: A look was made while there was time for its claim.
+        claim_fitted: Enough looks were made while there was time for their claims.
         plain_leads: The baseline is the plan if nothing else is found.
         claim_began: It was begun: nothing comes between its rounds, and nothing after them.
         out_of_looks: --max-trials is reached.
@@ -262,15 +262,16 @@ def _shows_more(option: Option, state: State, left_s: float) -> bool:
     """Whether the gain that the claim shows is expected to be no less if its time is spent on a piece first.
 
     Three or four rounds that show 10 % are worth more than a pair that decides between two configurations alike. A
-    look needs a check of its own too, where the leader has passed one. What a sampler draws has no gain of its own.
+    look needs a check of its own too, where the leader has passed one. What a sampler draws has no gain of its own, and
+    the hand setting's is for the comparison.
     """
     if state.shown is None or option.kind == "parity":
         return True
     check_s = 0.0 if state.check is None else state.check.cost_s
-    drawn = option.kind == "look" and option.config is None
+    no_own = option.kind == "hand setting" or (option.kind == "look" and option.config is None)
     then_s = left_s - _ends_s(option, state) - max(check_s, option.check_s)
     now_s = left_s - _running_s(state) - check_s
-    return state.shown.within(then_s, 0.0 if drawn else option.gain) >= state.shown.within(now_s)
+    return state.shown.within(then_s, 0.0 if no_own else option.gain) >= state.shown.within(now_s)
 
 
 def _ends_s(option: Option, state: State) -> float:

@@ -343,18 +343,22 @@ class SearchOptions(BaseModel):
         "machine.",
     )
     nodes: Annotated[str | None, PlainValidator(_check_nodes), Flag(LIMITS, "NxR", everyday=False)] = Field(
-        default=None, description="With --launcher: N nodes with R ranks each, 2x8. Of a plan by default as measured."
+        default=None,
+        description="With --launcher: N nodes with R ranks each, 2x8. For a plan the default is what it was "
+        "measured on.",
     )
     max_trials: Annotated[Count, Flag(LIMITS, "N", COUNT, int, everyday=False)] = Field(
-        default=None, description="Run at most this number of trials."
+        default=None,
+        description="Try at most this number of configurations, the baseline among them. Runs for pairs and the claim "
+        "do not count.",
     )
     max_device_hours: Annotated[
         Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None,
         Flag(LIMITS, "X", "a number above 0", float, everyday=False),
     ] = Field(
         default=None,
-        description="End the search after so many hours of the GPUs (on CPU: machines) that its planners hold. Alone "
-        "it is the budget.",
+        description="End the search after so many hours of the GPUs (on CPU: machines) that its planners hold "
+        "together. Without --budget it is the budget.",
     )
     sampler: Annotated[
         SamplerName | Any,

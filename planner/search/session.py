@@ -27,7 +27,7 @@ from autoplan.planner.records.trials import (
     Trial,
     WorkLine,
 )
-from autoplan.planner.search.candidate_model import CandidateModel
+from autoplan.planner.search.candidate_model import FEWEST_LOOKS, CandidateModel
 from autoplan.planner.search.claim import Comparison, compare, is_claim_over
 from autoplan.planner.search.device_hours import alone_s, used_s
 from autoplan.planner.search.next_work import EndedBy, Work
@@ -243,8 +243,8 @@ class Session:
 
     @property
     def claim_fitted(self) -> bool:
-        """Whether a look was made while there was time for its claim."""
-        return any(line.with_claim for line in self.store.ledger)
+        """Whether enough looks were made while there was time for their claims."""
+        return sum(line.with_claim for line in self.store.ledger) >= FEWEST_LOOKS
 
     @property
     def own_config(self) -> TrainingConfig | None:
@@ -337,10 +337,12 @@ class Session:
         return self.budget_s + self.loading_s
 
     def claim_rounds(self, config: TrainingConfig) -> ClaimRounds | None:
-        """The claim of this configuration that was begun with this budget or a larger one; None: it was not."""
-        last = next(reversed(self.store.claims), None)
-        known = last is not None and last.config == config and last.budget_s >= self.whole_budget_s
-        return last if known else None
+        """The claim of this configuration that was begun with these limits or larger ones; None: it was not."""
+        last, most = next(reversed(self.store.claims), None), self.options.max_trials
+        if last is None or last.config != config or last.budget_s < self.whole_budget_s:
+            return None
+        grown = last.max_trials is not None and (most is None or most > last.max_trials)
+        return None if grown else last
 
     def claim_is_over(self, config: TrainingConfig) -> bool:
         """Whether all its rounds are made, or no more may be."""
@@ -354,6 +356,8 @@ class Session:
             model.observe(trial)
         for config in self.model.out_of_turn:
             model.set_aside(config)
+        for config in self.unchecked:
+            model.set_failed(config)
         self.context, self.model = context, model
         if self.sampler is not None:
             self.sampler.model = model
@@ -371,13 +375,23 @@ class Session:
         return told.model_copy(update=times)
 
     def comparison(self, runs: CandidateRuns) -> Comparison | None:
-        """A configuration against the baseline: by the rounds of its claim, else by the runs of the choice."""
+        """A configuration against the baseline: by the rounds of its last claim, else by the runs of the choice.
+
+        A search that goes on and has no time for a new claim keeps the earlier one of the same configuration.
+        """
         candidates = collect_runs(self.store.trials)
         plain = next((one for one in candidates if one.config == self.plain_config), None)
         if plain is None:
             return None
-        claim = self.claim_rounds(runs.config)
-        return compare(runs, plain, self.run_spread, chosen_from=len(candidates), claim=claim)
+        claims = reversed(self.store.claims)
+        return compare(
+            runs,
+            plain,
+            self.run_spread,
+            chosen_from=len(candidates),
+            claim=self.claim_rounds(runs.config) or next((c for c in claims if c.config == runs.config), None),
+            paces=(self.model.pace_of(runs.first), self.model.pace_of(plain.first)),
+        )
 
     # What runs elsewhere.
 
@@ -624,6 +638,7 @@ def leave_out_failed(model: CandidateModel, context: SearchContext, store: Store
     for failed, parity in store.parities.items():
         if parity.passed or not parity.finished:
             continue
+        model.set_failed(failed)
         varied = {
             knob: context.space.values[knob] for knob in ("micro_batch", "optimizer_step", "allocator", "threads")
         }

@@ -18,7 +18,6 @@ from autoplan.planner.records.trials import Trial
 from autoplan.planner.search.candidate_model import next_looks, ordered
 from autoplan.planner.search.claim import (
     LEAST_ROUNDS,
-    claim_progress,
     rounds_kept,
     rounds_needed,
 )
@@ -103,7 +102,7 @@ def read_state(session: Session) -> State:
         hand=None if leader is None else _hand(session, leader),
         check=None if leader is None else _check(session, leader),
         pairs=[] if leader is None else list(_pairs(session, leader)),
-        leader_needs_s=0.0 if leader is None else leader_needs_s(session, leader),
+        leader_needs_s=0.0 if leader is None else needs_s(session, leader.config),
         claim=claim,
         shown=None if leader is None or claim is None or began else shown_gain(session, leader),
         claim_fitted=session.claim_fitted,
@@ -397,19 +396,6 @@ def at_plain_pace_s(session: Session, runs: CandidateRuns) -> float:
     return runs.look_s / statistics.geometric_mean(session.model.pace_of(run) for run in counted)
 
 
-def leader_needs_s(session: Session, leader: CandidateRuns) -> float:
-    """As `needs_s`, of the leader, with what is made of it already."""
-    plain = session.baseline
-    if plain is None or leader.config == plain.config:
-        return 0.0
-    claim = _claim(session, leader)
-    if claim is None:
-        return check_s(session, leader.config)
-    if session.claim_rounds(leader.config) is None:
-        return needs_s(session, leader.config)
-    return check_s(session, leader.config) + SLOW_MOMENTS * claim.cost_s
-
-
 def check_s(session: Session, config: TrainingConfig) -> float:
     """Expected seconds of its parity check; 0 where it has passed one."""
     if session.store.parity_of(config) is not None:
@@ -496,19 +482,15 @@ NUMERICS = (
 
 
 def _claim(session: Session, leader: CandidateRuns) -> Option | None:
-    """The rounds of the claim that are still to be made; None where there is nothing to claim, or they are made."""
+    """The fewest rounds of the claim, or its next one once it began; None: nothing to claim, or all are made."""
     plain = session.baseline
     if plain is None or leader.config == plain.config or session.claim_is_over(leader.config):
         return None
-    left = LEAST_ROUNDS
-    began = session.claim_rounds(leader.config)
-    if began is not None:
-        quiet, made = claim_progress(session.store.trials, began)
-        left = max(1, began.rounds - quiet)
+    rounds = LEAST_ROUNDS if session.claim_rounds(leader.config) is None else 1
     return Option(
         kind="claim",
         config=leader.config,
-        cost_s=(left if began is None else 1) * round_s(session, leader.config),
+        cost_s=rounds * round_s(session, leader.config),
         why="the speed-up rests on runs that had no part in the choice",
     )
 

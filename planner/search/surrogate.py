@@ -11,7 +11,7 @@ some ten thousand candidates it takes milliseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,7 @@ class Posterior:
     Attributes:
         log_time, log_time_sd: Natural logarithm of the step time in seconds: mean and standard deviation.
         fits: Probability that the peak stays within the limit.
-        works: Probability that it runs at all, by how the trials of similar configurations ended.
+        works: Probability that it runs and passes its check, by how the trials and checks of similar ones ended.
         log_memory, log_memory_sd: Natural logarithm of the peak in bytes.
     """
 
@@ -222,13 +222,16 @@ class Surrogate:
         self._log_shares = np.log(np.maximum(np.array(shares), 1.0))
         self._codes = encode(self.candidates)
 
-    def posterior(self, prior: Prior, trials: Sequence[Trial], trial_prior: Prior) -> Posterior:
+    def posterior(
+        self, prior: Prior, trials: Sequence[Trial], trial_prior: Prior, refused: Collection[TrainingConfig] = ()
+    ) -> Posterior:
         """The posterior of all candidates.
 
         Args:
             prior: The cost model's predictions of the candidates, as it is calibrated now.
             trials: The finished trials. Of one that was stopped a lower bound of its time counts (`as_value`).
             trial_prior: The same model's predictions of the configurations of the trials.
+            refused: What ran and did not pass its parity check.
         """
         with_peak = [i for i, trial in enumerate(trials) if self._observed_peak_bytes(trial) is not None]
         codes = encode([trial.config for trial in trials])
@@ -248,7 +251,7 @@ class Surrogate:
             log_time=log_time,
             log_time_sd=log_time_sd,
             fits=normal_cdf(margin),
-            works=self._works(trials, codes),
+            works=self._works(trials, codes, refused),
             log_memory=log_memory,
             log_memory_sd=log_memory_sd,
         )
@@ -262,11 +265,11 @@ class Surrogate:
             return float(trial.peak_memory_bytes)
         return None
 
-    def _works(self, trials: Sequence[Trial], codes: Array) -> Array:
+    def _works(self, trials: Sequence[Trial], codes: Array, refused: Collection[TrainingConfig]) -> Array:
         """The probability that each candidate runs: the weighted share of similar trials that did, plus one success.
 
-        A failure counts as three. Trials that ran out of memory do not count, since `fits` is about them, nor do those
-        that the budget's end stopped.
+        A failure counts as three, also that of a parity check. Trials that ran out of memory do not count, since `fits`
+        is about them, nor do those that the budget's end stopped.
         """
         failed = (Outcome.CRASHED, Outcome.NONFINITE, Outcome.UNSUPPORTED, Outcome.TIMEOUT)
         known = (Outcome.OK, Outcome.PRUNED, *failed)
@@ -274,7 +277,7 @@ class Surrogate:
         if not judged:
             return np.ones(len(self.candidates))
         near = similarity(self._codes, codes[judged]) ** 3
-        bad = np.array([float(trials[i].outcome in failed) for i in judged])
+        bad = np.array([float(trials[i].outcome in failed or trials[i].config in refused) for i in judged])
         good_weight = 1.0 + near @ (1 - bad)
         return good_weight / (good_weight + 3.0 * (near @ bad))
 

@@ -21,7 +21,7 @@ from autoplan.planner.search.selection import is_late
 from autoplan.planner.search.session import BudgetOver, Session, leave_out_failed
 from autoplan.planner.search.setup import probe_more, trace_more
 from autoplan.planner.search.side_by_side import Begun, SideBySide
-from autoplan.planner.search.state import check_s, claim_size, find_leader, leader_needs_s, near_configs, needs_s
+from autoplan.planner.search.state import check_s, claim_size, find_leader, near_configs, needs_s
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, own_length_s, takes_own_shapes
 from autoplan.planner.trials.runner import WORKLOAD, TrialLimits, load_compiler
 from autoplan.processes import TaskFailedError
@@ -31,8 +31,8 @@ MOST_LOST_IN_A_ROW = 2
 """After this many trials, one after the other, that something outside ended each time, the search ends."""
 
 LOOK_FACTOR, LOOK_MORE_S = 3.0, 20.0
-"""A look is ended after so many times what was expected, and these seconds: what takes so long is behind, or would cost
-more than it tells."""
+"""A look, or a check that other work waits for, is ended after so many times what was expected, and these seconds: what
+takes so long is behind, or would cost more than it tells."""
 
 GROSS, GROSS_AGAIN, GROSS_SHARE = 2.0, 3, 0.5
 """A disturbed baseline is measured again if it takes so many times the high end of what was predicted, at most so
@@ -174,7 +174,7 @@ def look_limits(session: Session, config: TrainingConfig) -> TrialLimits:
     """When a look at a configuration that begins now is ended."""
     expected_s = session.model.cost_s(config)
     leader = find_leader(session)
-    after_s = max(needs_s(session, config), 0.0 if leader is None else leader_needs_s(session, leader))
+    after_s = max(needs_s(session, config), 0.0 if leader is None else needs_s(session, leader.config))
     if expected_s + after_s > session.left_s:  # there is no room for the claim
         after_s = check_s(session, config)
     budget_s, own_s = session.hard_deadline_s(after_s), LOOK_FACTOR * expected_s + LOOK_MORE_S
@@ -261,7 +261,7 @@ def run_pair(session: Session, work: Work) -> None:
     if other is None:
         return
     session.observer.on_phase("pair", f"{other.config.describe()} beside the leader")
-    whole = _run_round(session, "finalist", [leader.first, other.first], leader_needs_s(session, leader))
+    whole = _run_round(session, "finalist", [leader.first, other.first], needs_s(session, leader.config))
     if not whole or any(trial.disturbed for trial in session.store.trials[-2:]):
         session.unpaired.add(other.config)
 
@@ -279,6 +279,7 @@ def run_claim_round(session: Session, work: Work) -> None:
             first_round=_next_round(session, "claim"),
             rounds=claim_size(session, leader),
             budget_s=session.whole_budget_s,
+            max_trials=session.options.max_trials,
         )
         session.store.add(began)
     number = _next_round(session, "claim") - began.first_round + 1
@@ -339,12 +340,14 @@ def run_check(session: Session, work: Work) -> None:
     try:
         parity = check(session, work.config, whole=not work.over)
     except BudgetOver as over:
-        session.unchecked.add(work.config)
+        parity = None
         session.note(f"{over} did not end in its time; there is no verdict on it")
+    if parity is not None and parity.passed:
         return
+    session.model.set_failed(work.config)
     if parity is None:
         session.unchecked.add(work.config)
-    elif not parity.passed:
+    else:
         what = "fails parity" if parity.finished else "its parity check did not come to its end"
         why = "; ".join(parity.failures) or parity.note
         session.note(f"{work.config.describe()} was the fastest so far, but {what}: {why}")
@@ -382,6 +385,8 @@ def check(session: Session, config: TrainingConfig, *, whole: bool) -> Parity | 
     deadline_s = session.hard_deadline_s(0.0)
     if deadline_s <= 1.0:
         raise BudgetOver("the parity check")
+    if not whole:  # what comes after it needs time too
+        deadline_s = min(deadline_s, LOOK_FACTOR * check_s(session, config) + LOOK_MORE_S)
     number = len(list((session.store.folder / "trials").glob("parity*")))
     directory: Path = session.store.folder / "trials" / f"parity{number:02d}"
     directory.mkdir(parents=True, exist_ok=True)

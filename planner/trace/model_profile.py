@@ -195,6 +195,7 @@ class ModelProfile(Record):
     sequence_length: int | None
     hidden: int | None = None
     optimizer_name: str = "AdamW"
+    optimizer_form: str | None = Field(default=None, description="of its own step: fused, ...; None: torch chooses")
     optimizer_state_bytes_per_parameter: float = 8.0
     parameter_tensors: int = Field(default=0, description="trainable tensors: what a for-loop optimizer visits")
     largest_parameter: int = 0

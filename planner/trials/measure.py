@@ -199,7 +199,11 @@ class Spread:
     def describe(self) -> str:
         """`1.2 % between runs, measured over 4 repeats`."""
         if not self.freedom:
-            how = "assumed" if self.assumed == RUN_SPREAD else "by the speed of this machine's cores, which changes"
+            how = (
+                "assumed"
+                if self.assumed in (RUN_SPREAD, SLICED.assumed)
+                else "by the speed of this machine's cores, which changes"
+            )
             return f"{self.sd:.1%} between runs, {how}"
         return f"{self.sd:.1%} between runs, measured over {self.freedom} repeat{'s' if self.freedom > 1 else ''}"
 

@@ -96,8 +96,7 @@ def _reason_against_kernel(workload: Workload, models: Sequence[Any], value: str
         return _reason_against_form(models[0], "sdpa")
     if value != "sdpa_efficient":
         for model in able:
-            base = getattr(model, "base_model", model)
-            reason = reason_against_maskless(base, implementation=None)
+            reason = reason_against_maskless(decoder_of(model), implementation=None)
             batch = workload.make_batch(1, 0) if reason is None else None
             if isinstance(batch, dict) and batch.get("attention_mask") is not None:
                 reason = "its batches carry an attention mask"
@@ -199,11 +198,20 @@ PLAIN_ARGUMENTS = frozenset(
 """The arguments with which a decoder's attention stays plainly causal."""
 
 
+def decoder_of(model: Any) -> Any:
+    """The part of a language model that makes the mask.
+
+    It is its `base_model`; of a PeftModel, whose `base_model` is the adapters' own module, that of the model within.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(inner, "base_model", inner)
+
+
 def reason_against_maskless(base: Any, implementation: str | None = "sdpa") -> str | None:
     """Why the attention of a decoder is not plainly causal under SDPA, or cannot be told to be; None if it can.
 
     Args:
-        base: The model that makes the mask: `base_model` of a language model.
+        base: The model that makes the mask (`decoder_of`).
         implementation: The one that it must have now; None: any.
     """
     config = getattr(base, "config", None)
@@ -235,7 +243,7 @@ def use_maskless_attention(models: list[Any]) -> None:
         models: Models of transformers; changed in place.
     """
     for model in models:
-        base = getattr(model, "base_model", model)
+        base = decoder_of(model)
         if reason_against_maskless(base) is None:
             base.register_forward_pre_hook(_choose, with_kwargs=True)
             base.register_forward_hook(_put_back)

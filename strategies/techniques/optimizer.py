@@ -18,7 +18,7 @@ from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.config import OPTIMIZER_FLAGS
 from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.techniques.rounded_steps import held_by, reason_against_8bit, with_rounding
-from autoplan.strategies.workloads.optimizers import has_own_step, rebuild, trainable
+from autoplan.strategies.workloads.optimizers import has_own_step, rebuild, step_form, trainable
 from autoplan.strategies.workloads.workload import Workload
 
 
@@ -28,10 +28,16 @@ class OptimizerStrategy:
     name = "optimizer_step"
 
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
-        """The forms that the optimizer's class takes and the device has."""
+        """The forms that the optimizer's class takes and the device has, but the one that it has already.
+
+        Where its flags leave it to torch, that is the loop on a CPU; on CUDA it differs between tensors and DTensors.
+        """
         optimizer = workload.build_optimizer(trainable(structure.model))
         replaced = "its step was replaced on the instance" if has_own_step(optimizer) else None
         reasons = {value: replaced or reason_against(type(optimizer), value, device) for value in OPTIMIZER_FLAGS}
+        form = step_form(optimizer) or ("for_loop" if device == "cpu" else None)
+        if form is not None:
+            reasons[form] = reasons[form] or f"own stands for it: this optimizer steps in the form {form} already"
         return offer(self.name, ("own",), reasons)
 
     def apply(self, build: Build) -> None:

@@ -27,14 +27,17 @@ class PrecisionStrategy:
             return offer(self.name, ("fp32", "bf16", "fp16"), {"tf32": "TF32 is a format of NVIDIA GPUs"})
         capability = compute_capability(hardware)
         if capability >= (8, 0):
-            return offer(self.name, ("fp32", "tf32", "bf16", "fp16"))
+            if any(parameter.dtype is torch.float32 for parameter in structure.model.parameters()):
+                return offer(self.name, ("fp32", "tf32", "bf16", "fp16"))
+            return offer(self.name, ("fp32", "bf16", "fp16"), {"tf32": "no parameter is in fp32, so no product is"})
         reason = f"it needs compute capability 8.0; this device has {capability[0]}.{capability[1]}"
         return offer(self.name, ("fp32", "fp16"), dict.fromkeys(("tf32", "bf16"), reason))
 
     def apply(self, build: Build) -> None:
         """Sets the matmul format, the autocast context and the loss scaler.
 
-        The matmul format is a setting of the process: each run sets it, to fp32 for every precision but tf32.
+        The matmul format is a setting of the process: each run sets it, to fp32 for every precision but tf32. A step
+        that is a program of its own keeps what it set, unless a precision was chosen.
 
         Raises:
             ConfigError: tf32 without a CUDA device.
@@ -42,7 +45,8 @@ class PrecisionStrategy:
         precision = build.config.precision
         if precision == "tf32" and build.device.type != "cuda":
             raise ConfigError("precision=tf32 needs a CUDA device", hint="Use precision=fp32 or bf16 on CPU.")
-        set_matmul_tf32(precision == "tf32")
+        if build.workload.knobs is None or precision != "fp32":
+            set_matmul_tf32(precision == "tf32")
         dtype = AUTOCAST_DTYPES.get(precision)
         if dtype is None:
             return

@@ -27,6 +27,16 @@ def follows_an_instance(build_optimizer: Callable[[Iterable[Any]], torch.optim.O
     return isinstance(build_optimizer, functools.partial) and build_optimizer.func is _make_over
 
 
+def step_form(optimizer: torch.optim.Optimizer) -> str | None:
+    """The form (a value of the knob optimizer_step) that the flags of an optimizer ask for; None: torch chooses.
+
+    None too if its groups differ.
+    """
+    each: dict[bool | None, str] = {True: "foreach", False: "for_loop"}
+    forms = {"fused" if group.get("fused") else each.get(group.get("foreach")) for group in optimizer.param_groups}
+    return forms.pop() if len(forms) == 1 else None
+
+
 def check_optimizer(optimizer: Any, what: str) -> None:
     """Refuses what no step of a plan can drive: several optimizers, and one that runs the loss itself.
 

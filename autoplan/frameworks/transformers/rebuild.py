@@ -20,7 +20,7 @@ from autoplan.planner.plan.trainer_arguments import compiles_in_place
 from autoplan.strategies.analysis.structure import find_structure, language_models
 from autoplan.strategies.config import ATTENTION_BACKENDS, TrainingConfig
 from autoplan.strategies.techniques.allocator import keep_freed_memory
-from autoplan.strategies.techniques.attention import reason_against_maskless
+from autoplan.strategies.techniques.attention import decoder_of, reason_against_maskless
 
 BUILT_ANEW = (
     *OF_ONE_TRAINER,
@@ -130,7 +130,7 @@ def switch_on(model: Any, config: TrainingConfig, device: str) -> None:
         for key, name in names.items():
             getattr(torch.backends.cuda, f"enable_{name}")(key == kernel)
     for inner in language_models(model):
-        reason_against_maskless(getattr(inner, "base_model", inner))  # registers the attention that takes no mask
+        reason_against_maskless(decoder_of(inner))  # registers the attention that takes no mask
     if config.compile == "block":
         options: dict[str, Any] = {} if config.compile_mode == "default" else {"mode": config.compile_mode}
         for name, _ in find_structure(model).all_blocks:

@@ -59,15 +59,21 @@ class Candidates(Columns):
 
 
 def from_configs(
-    configs: Sequence[TrainingConfig], global_batch: int, *, device: str, num_blocks: int = 0
+    configs: Sequence[TrainingConfig],
+    global_batch: int,
+    *,
+    device: str,
+    num_blocks: int = 0,
+    own_step: str | None = None,
 ) -> Candidates:
     """Training configurations as columns.
 
     Args:
         configs: Legal for the global batch.
         global_batch: Samples per optimizer step.
-        device: cpu or cuda: what the workload's own optimizer step is there.
+        device: cpu or cuda.
         num_blocks: In each stack; 0 where that is not known.
+        own_step: The form in which the workload's own optimizer steps; None: torch chooses, by the device.
 
     Raises:
         ConfigError: a micro-batch does not divide the global batch.
@@ -80,7 +86,7 @@ def from_configs(
     first, kind = table.kinds("micro_batch", "dp_replicate", "dp_shard")
     accumulation = np.array([table[int(place)].accumulation(global_batch) for place in first], dtype=np.float64)[kind]
     return Candidates(
-        **config_columns(table, accumulation, device=device, num_blocks=num_blocks),
+        **config_columns(table, accumulation, device=device, num_blocks=num_blocks, own_step=own_step),
         variants=tuple(keys),
         variant=codes[:, 0],
         full_variant=codes[:, 1],

@@ -168,7 +168,14 @@ class Estimator:
         return made
 
     def _candidates(self, configs: Sequence[TrainingConfig]) -> Candidates:
-        return from_configs(configs, self.global_batch, device=self.device, num_blocks=self.profile.num_blocks)
+        profile = self.profile
+        return from_configs(
+            configs,
+            self.global_batch,
+            device=self.device,
+            num_blocks=profile.num_blocks,
+            own_step=profile.optimizer_form,
+        )
 
     def outlook(self, configs: Sequence[TrainingConfig]) -> Outlook:
         """As much of `table` as it takes to choose among millions: what is priced alike is predicted once."""

@@ -328,6 +328,16 @@ def test_a_knob_that_is_read_changes_time_or_memory_and_one_that_is_not_changes_
     assert changed is (knob not in UNPRICED)
 
 
+@pytest.mark.parametrize(("form", "same"), [(None, "for_loop"), ("fused", "fused"), ("foreach", "foreach")])
+def test_the_workloads_own_step_is_priced_in_the_form_that_it_has(form: str | None, same: str) -> None:
+    profile = model_of_eight_blocks().model_copy(update={"optimizer_form": form})
+    estimator = Estimator(profile, machine(), device="cpu", global_batch=16, memory_limit_bytes=None)
+    own = TrainingConfig(micro_batch=2)
+    forms = ("for_loop", "foreach", "fused")
+    times_s = estimator.table([own, *(own.model_copy(update={"optimizer_step": one}) for one in forms)]).step_time_s
+    assert [one for one, seconds in zip(forms, times_s[1:], strict=True) if seconds == times_s[0]] == [same]
+
+
 @pytest.mark.parametrize(("size", "slower"), [(32, 1.0), (512, 2.0)])
 def test_a_small_product_takes_as_long_on_one_thread(size: int, slower: float) -> None:
     profile = model_of_eight_blocks()

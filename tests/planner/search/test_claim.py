@@ -417,6 +417,43 @@ def test_what_is_claimed_leads_from_its_first_round_on():
     assert leads(session) == OTHERS[1]
 
 
+@pytest.mark.parametrize(("most", "now"), [(5, 9), (5, None), (None, None), (5, 5), (None, 9)])
+def test_more_trials_are_a_reason_to_choose_anew_too(most: int | None, now: int | None):
+    session = Simulated(5, 0.01, gain=0.5)
+    session.measure("baseline", BASE)
+    session.measure("search", OTHERS[0])
+    session.options.max_trials = most
+    run_claim_round(session, Work(kind="claim", config=OTHERS[0]))
+    session.keep(a_trial(9, "search", OTHERS[1], 0.1))
+    session.options.max_trials = now
+    assert leads(session) == OTHERS[1 if most == 5 != now else 0]
+
+
+def test_an_earlier_claim_holds_where_a_search_that_goes_on_has_no_time_for_another():
+    session = Simulated(5, 0.01, gain=0.5)
+    first = simulate(session, 1)
+    assert first.claim.claimed
+    session.budget_s = session.store.spent_s + 1.0
+    session.loading_s = 2000.0  # the whole budget is larger
+    assert session.claim_rounds(OTHERS[0]) is None
+    assert session.go_on() == []
+    assert session.found().claim == first.claim
+
+
+def test_looks_without_rounds_are_compared_as_if_the_cores_had_been_as_fast():
+    look, plain = collect_runs([a_trial(0, "search", OTHERS[0], 1.0), a_trial(1, "baseline", BASE, 1.06)])
+    raw = compare(look, plain, measured_spread([]), chosen_from=2)
+    assert raw.speedup.median == pytest.approx(1.06)
+    slow_look = compare(look, plain, measured_spread([]), chosen_from=2, paces=(1.5, 1.0))
+    assert slow_look.speedup.median == pytest.approx(1.59)
+    rounds = collect_runs(side_by_side((1.2, 1.0), (1.2, 1.0)))
+    with_rounds = [
+        compare(*rounds, measured_spread([]), chosen_from=2, claim=claim_of(), paces=paces).speedup
+        for paces in ((1.5, 1.0), (1.0, 1.0))
+    ]
+    assert with_rounds[0] == with_rounds[1], "side by side they were"
+
+
 def test_of_two_that_are_about_as_fast_the_one_leads_that_can_still_be_proved(
     monkeypatch: pytest.MonkeyPatch,
 ):

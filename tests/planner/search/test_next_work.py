@@ -126,6 +126,8 @@ def test_a_piece_is_made_if_the_claim_shows_no_less_after_it():
     assert next_work(replace(looks, looks=[look(gain=0.03, check_s=30.0)]), 60.0).kind == "claim", (
         "it needs a check too"
     )
+    hand = replace(state, hand=option("hand setting", 10.0, gain=0.2))
+    assert [next_work(hand, left_s).kind for left_s in (59.0, 60.0)] == ["claim", "hand setting"], "it is to compare"
     drawn = replace(looks, looks=[replace(look(gain=1.0, cost_s=10.0), config=None)])
     assert [next_work(drawn, left_s).kind for left_s in (59.0, 60.0)] == ["claim", "look"], "its gain is not known"
     sharper = replace(looks, looks=[look(gain=0.01, cost_s=10.0)], sharpen=[option("probe", 20.0)])

@@ -151,3 +151,27 @@ def test_another_optimizer_step_counts_as_any_knob_where_it_takes_a_fifth_of_the
     assert surrogate.time_weights([]) == {}
     trial = make_trial(0, CONFIGS[0], 2.0).model_copy(update={"parts_s": {"optimizer_step": 0.5}})
     assert set(surrogate.time_weights([trial]).values()) == {1.0}
+
+
+def test_what_looks_have_to_beat_is_no_lucky_look():
+    """The fastest of several was lucky: by all trials it is slower."""
+    model = flat_model(CONFIGS)
+    for number, seconds in enumerate((1.0, 1.05, 0.7)):
+        model.observe(make_trial(number, CONFIGS[number], seconds))
+    now = model.assess()
+    assert now.best is not None
+    assert math.log(0.7) < now.best == now.posterior.log_time[:3].min() < math.log(1.0)
+
+
+def test_what_fails_its_check_leads_no_more_and_its_like_may_fail_too():
+    bf16 = [config.model_copy(update={"precision": "bf16"}) for config in CONFIGS]
+    model = flat_model([*CONFIGS, *bf16])
+    model.observe(make_trial(0, CONFIGS[0], 1.0))
+    model.observe(make_trial(1, bf16[0], 0.5))
+    before = model.assess()
+    model.set_failed(bf16[0])
+    after = model.assess()
+    assert before.best is not None and after.best is not None
+    assert before.best == before.posterior.log_time[len(CONFIGS)] < after.best == after.posterior.log_time[0]
+    works, place = after.posterior.works / before.posterior.works, len(CONFIGS) + 1
+    assert works[place] < 0.7 < works[1], "those in bf16 may fail theirs"

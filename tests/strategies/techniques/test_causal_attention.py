@@ -14,7 +14,7 @@ from autoplan.planner.trace.variant_tracer import TruncatedModels
 from autoplan.strategies.analysis.structure import language_models
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
-from autoplan.strategies.techniques.attention import NAME, reason_against_maskless, use_maskless_attention
+from autoplan.strategies.techniques.attention import NAME, decoder_of, reason_against_maskless, use_maskless_attention
 from tests.cases import some
 from tests.strategies.tiny import GPT2, LLAMA, language
 
@@ -52,6 +52,34 @@ def test_compiled_attention_has_no_mask_and_the_same_loss(checkpointing, masks_s
         assert run.model.config._attn_implementation == "sdpa"
     assert set(masks_seen) == {(False, True)}
     assert losses["model"] == pytest.approx(losses["off"], rel=1e-5)
+
+
+class Adapters(torch.nn.Module):
+    """As a PeftModel holds its model: `base_model` is the adapters' own module, and the model lies within."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = torch.nn.Module()
+        self.base_model.model = model
+        self.config = model.config
+
+    def get_base_model(self):
+        return self.base_model.model
+
+    def forward(self, **inputs):
+        return self.base_model.model.forward(**inputs)
+
+
+def test_a_model_with_adapters_attends_without_a_mask_too():
+    model = language(LLAMA).build_model()
+    held = Adapters(model)
+    assert decoder_of(held) is decoder_of(model) is model.model
+    assert reason_against_maskless(decoder_of(held)) is None
+    seen = []
+    use_maskless_attention([held])
+    model.model.register_forward_pre_hook(lambda module, args: seen.append(model.config._attn_implementation))
+    held(input_ids=torch.arange(8)[None])
+    assert seen == [NAME] and model.config._attn_implementation == "sdpa"
 
 
 def test_each_forward_decides_by_what_it_is_given(masks_seen):

@@ -27,8 +27,9 @@ from autoplan.strategies.techniques.loss_kernels import (
     precomputed_cross_entropy,
     recomputed_cross_entropy,
 )
-from autoplan.strategies.techniques.optimizer import reason_against
-from autoplan.strategies.workloads.optimizers import rebuild
+from autoplan.strategies.techniques.optimizer import OptimizerStrategy, reason_against
+from autoplan.strategies.techniques.precision import PrecisionStrategy
+from autoplan.strategies.workloads.optimizers import rebuild, step_form
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
 from autoplan.strategies.workloads.workload import LossSum
 from tests.recorded import make_hardware
@@ -324,6 +325,35 @@ def test_optimizers_without_the_flag_say_so():
     assert reason_against(torch.optim.SparseAdam, "for_loop", "cpu") is not None
 
 
+@pytest.mark.parametrize(
+    ("flags", "on_cpu", "on_cuda"),
+    [
+        ({}, "for_loop", None),
+        ({"fused": True}, "fused", "fused"),
+        ({"foreach": True}, "foreach", "foreach"),
+        ({"foreach": False}, "for_loop", "for_loop"),
+        ({"foreach": False, "fused": False}, "for_loop", "for_loop"),
+    ],
+)
+def test_the_form_that_an_optimizer_has_already_is_not_offered_again(flags, on_cpu, on_cuda):
+    """A look at it would measure the plain run once more."""
+    workload = dataclasses.replace(
+        language(), build_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, **flags)
+    )
+    structure = find_structure(workload.build_model())
+    for device, same in (("cpu", on_cpu), ("cuda", on_cuda)):
+        choices = OptimizerStrategy().choices(workload, structure, make_hardware(), device)
+        assert set(choices.values) == {"own", "for_loop", "foreach", "fused"} - {same}
+        assert [(one.value, "own stands for it" in one.reason) for one in choices.left_out] == [(same, True)] * bool(
+            same
+        )
+
+
+def test_groups_with_other_forms_are_in_none():
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "foreach": flag} for flag in (True, False)]
+    assert step_form(torch.optim.SGD(groups, lr=0.1)) is None
+
+
 def test_threads_are_set_for_the_process():
     prepare(language(), PLAIN.model_copy(update={"threads": 2}))
     assert torch.get_num_threads() == 2
@@ -373,6 +403,28 @@ def test_expandable_segments_are_a_setting_of_cuda_that_torch_takes_while_it_run
 
     (settings,) = training_zygote.run(Task(target=expanded, total_deadline_s=60.0)).check().results
     assert "expandable_segments:True" in settings
+
+
+def test_tf32_is_for_models_with_parameters_in_fp32(monkeypatch):
+    monkeypatch.setattr("autoplan.strategies.techniques.precision.compute_capability", lambda hardware: (9, 0))
+    workload, hardware = language(), make_hardware(gpu=True)
+    for dtype, offered in ((torch.float32, True), (torch.bfloat16, False)):
+        structure = find_structure(workload.build_model().to(dtype))
+        assert ("tf32" in PrecisionStrategy().choices(workload, structure, hardware, "cuda").values) is offered
+
+
+@pytest.mark.parametrize(("knobs", "precision", "told"), [(None, "fp32", 1), ({}, "fp32", 0), ({}, "bf16", 1)])
+def test_a_step_of_its_own_keeps_its_format_of_products(knobs, precision, told, monkeypatch):
+    seen = []
+    monkeypatch.setattr("autoplan.strategies.techniques.precision.set_matmul_tf32", seen.append)
+    build = SimpleNamespace(
+        workload=SimpleNamespace(knobs=knobs),
+        config=TrainingConfig(micro_batch=1, precision=precision),
+        device=torch.device("cpu"),
+        hooks=SimpleNamespace(),
+    )
+    PrecisionStrategy().apply(build)
+    assert seen == [False] * told
 
 
 def test_tf32_is_set_so_that_compile_can_still_ask(monkeypatch):
