@@ -49,9 +49,9 @@ from autoplan.strategies.workloads.optimizers import (
     check_optimizer,
     follows_an_instance,
     kept_states,
-    step_form,
     trainable,
 )
+from autoplan.strategies.workloads.own_setting import is_compiled
 from autoplan.strategies.workloads.randomness import seeded_build
 from autoplan.strategies.workloads.sources import load_workload
 from autoplan.strategies.workloads.spec import WorkloadSpec
@@ -144,6 +144,13 @@ def inspect_workload(
         workload = load_workload(spec)
         phase("build_model")
         model = build_on_meta(workload, real=real)
+        if spec.kind == "function" and any(is_compiled(part) for part in model.modules()):
+            raise WorkloadError(
+                f"build_model of {workload.name} returned a model that torch.compile has compiled, so no trial could "
+                "run without that",
+                hint="Return the model itself: a search tries to compile it. --baseline compile=model compares with "
+                "the compiled model.",
+            )
         phase("make_batch")
         batch = with_checked_batches(workload).make_batch(2, 0)
         counting = _what_is_counted(spec, workload, batch, model)
@@ -352,7 +359,6 @@ def _facts(
         logits_per_sample=logits,
         attention_dropout=attention_dropout(model),
         optimizer=type(optimizer).__name__,
-        optimizer_form=step_form(optimizer),
         optimizer_states=kept_states(workload.build_optimizer, trainable(model)).tensors,
         tied=structure.tied,
         micro_batch_dependent=structure.micro_batch_dependent,

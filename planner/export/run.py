@@ -114,9 +114,10 @@ def export_plan(
     _refuse_odd_name(path)
     limits = LIMITS.set(make_limits(budget, memory_limit))
     try:
-        export = target.render(plan, path.stem)
+        shown = plan if target.name in ("json", "yaml") else with_step_form(plan)
+        export = target.render(shown, path.stem)
         _refuse_other_suffix(path, export, target.suffix)
-        notes = target.check(plan, export)
+        notes = target.check(shown, export)
     finally:
         LIMITS.reset(limits)
     notes = (*([] if said is None else [said]), *notes)
@@ -125,6 +126,17 @@ def export_plan(
         own = "give it to the DataLoader of your own script or recipe"
         not_carried.append(f"the loader's setting ({setting.describe()}): {own}")
     return Exported(paths=_write(path, export, force=force), not_carried=tuple(not_carried), notes=notes)
+
+
+def with_step_form(plan: Plan) -> Plan:
+    """The plan with the form in which the workload's own optimizer steps, where that is known, in the place of `own`.
+
+    Other trainers make the optimizer anew, from its options.
+    """
+    form = None if plan.training is None else plan.training.step_form
+    if form is None or plan.config.optimizer_step != "own":
+        return plan
+    return plan.model_copy(update={"config": plan.config.model_copy(update={"optimizer_step": form})})
 
 
 def _write(path: Path, export: Export, *, force: bool) -> tuple[Path, ...]:

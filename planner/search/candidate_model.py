@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -129,6 +129,7 @@ class CandidateModel:
         self._at_one_pace: list[Trial] = []
         self._had_quiet: dict[TrainingConfig, bool] = {}  # of each with a number of threads of its own that ran
         self._failed: set[TrainingConfig] = set()
+        self._set_back: set[TrainingConfig] = set()
         self._assessment: Assessment | None = None
 
     def observe(self, trial: Trial) -> None:
@@ -168,8 +169,13 @@ class CandidateModel:
         self._assessment = None
 
     def set_failed(self, config: TrainingConfig) -> None:
-        """Notes that a configuration did not pass its parity check: it leads no more, and its like may fail theirs."""
+        """Notes that a configuration failed its parity check: its like may fail theirs."""
         self._failed.add(config)
+        self._assessment = None
+
+    def set_back(self, config: TrainingConfig) -> None:
+        """Notes that a configuration did not pass its parity check: it leads no more, in this run of the search."""
+        self._set_back.add(config)
         self._assessment = None
 
     def set_elsewhere(self, configs: frozenset[TrainingConfig]) -> None:
@@ -196,32 +202,33 @@ class CandidateModel:
             self._assessment = self._as_wanted(self._assessment)
         return self._assessment
 
-    def _best_log_s(self, posterior: Posterior) -> float | None:
-        """The logarithm of the least step time of what ran and may be the plan, by all trials; None: nothing did.
+    def _believed(self, posterior: Posterior) -> Iterator[Trial]:
+        """The looks at what may be the plan, with the step times that all trials say they have.
 
-        The fastest of several looks was also the luckiest. What is no candidate counts as it was measured.
+        The fastest of several looks was also the luckiest. What is no candidate has the time that was measured.
         """
-        ran = [t for t in self._at_one_pace if t.outcome is Outcome.OK and not t.is_repeat and self._may_lead(t.config)]
-        places = [(self._places.get(trial.config), trial.step_time_s) for trial in ran]
-        return min(
-            (
-                math.log(step.median) if place is None else float(posterior.log_time[place])
-                for place, step in places
-                if step
-            ),
-            default=None,
-        )
+        for trial in self._at_one_pace:
+            step, place = trial.step_time_s, self._places.get(trial.config)
+            if (
+                trial.outcome is Outcome.OK
+                and step is not None
+                and not trial.is_repeat
+                and self._may_lead(trial.config)
+            ):
+                factor = 1.0 if place is None else math.exp(float(posterior.log_time[place])) / step.median
+                yield trial.at_pace(factor)
+
+    def _best_log_s(self, posterior: Posterior) -> float | None:
+        """The logarithm of the least of these step times; None: nothing ran."""
+        steps = (trial.step_time_s for trial in self._believed(posterior))
+        return min((math.log(step.median) for step in steps if step is not None), default=None)
 
     def _as_wanted(self, now: Assessment) -> Assessment:
         """The assessment as the objective sees it.
 
         If memory is looked for, every second trial looks for speed: the floor is a share of the best throughput.
         """
-        good = [
-            trial
-            for trial in self._at_one_pace
-            if trial.outcome is Outcome.OK and trial.step_time_s is not None and self._may_lead(trial.config)
-        ]
+        good = list(self._believed(now.posterior))
         if self.objective.name == "throughput" or not good:
             return now
         value, best = view(self.objective, self.candidates, now.posterior, good)
@@ -301,7 +308,7 @@ class CandidateModel:
         return best_trial(trial for trial in self._at_one_pace if self._may_lead(trial.config))
 
     def _may_lead(self, config: TrainingConfig) -> bool:
-        return self._allows(config) and config not in self._failed and not self.hangs_on_load(config)
+        return self._allows(config) and config not in self._set_back and not self.hangs_on_load(config)
 
 
 def tried_configs(trials: Sequence[Trial]) -> set[TrainingConfig]:

@@ -72,16 +72,17 @@ class Comparison:
     claim: Claim
 
 
-def rounds_needed(spread: Spread, log_gain: float) -> int:
+def rounds_needed(spread: Spread, log_gain: float, sd: float = 0.0) -> int:
     """How many rounds show a gain of this size, by what is known of the spread before the first of them.
 
     Half the interval is then at most INTERVAL_SHARE of the gain, or MOST_ROUNDS are made. (In slices the interval is
     that of a mean, which is narrower than is reckoned here: rounds there differ by more on some machines.) The gain is
     that of the runs that the choice was made by, so that the number of rounds does not depend on the claim's own runs.
-    Where even MOST_ROUNDS leave half an interval wider than the gain, ROUNDS_WITHOUT_HOPE are enough.
+    Where even MOST_ROUNDS leave half an interval wider than the gain may be (`sd`: its standard deviation),
+    ROUNDS_WITHOUT_HOPE are enough.
     """
     wanted = max(abs(log_gain) * INTERVAL_SHARE, WANTED_HALF_WIDTH)
-    if half_width(spread, MOST_ROUNDS) > max(abs(log_gain), WANTED_HALF_WIDTH):
+    if half_width(spread, MOST_ROUNDS) > max(abs(log_gain) + sd, WANTED_HALF_WIDTH):
         return ROUNDS_WITHOUT_HOPE
     for rounds in range(LEAST_ROUNDS, MOST_ROUNDS):
         if half_width(spread, rounds) <= wanted:
@@ -100,17 +101,31 @@ def rounds_kept(spread: Spread) -> int:
 
 
 @lru_cache(maxsize=256)
-def chance_to_show(spread: Spread, rounds: int, gain: float) -> float:
-    """The chance that so many rounds in slices show a gain: that the interval of their mean lies above 1.
+def shown_by(spread: Spread, rounds: int) -> tuple[float, float]:
+    """What rounds in slices have to measure to show a gain, and the standard deviation of what they measure.
+
+    Both are of natural logarithms: half the interval of their mean, and by how much the mean scatters.
+    """
+    deviation, _ = spread.of_ratio()
+    half = half_width(spread, rounds, squares=(rounds - 1) * deviation**2, mean=True)  # they differ as runs do
+    return half, deviation / math.sqrt(rounds)
+
+
+def expected_to_show(spread: Spread, rounds: int, gain: float, sd: float = 0.0) -> float:
+    """The expected logarithm of the speed-up that rounds in slices show; what they do not show is no gain.
 
     Args:
         spread: Between runs of a round.
         rounds: How many.
-        gain: The logarithm of the speed-up, taken for the true one; the mean of the rounds is normal around it.
+        gain: What is believed of the logarithm of the speed-up.
+        sd: How well that is known: one that may be twice as large is worth rounds, though it would not be as it is.
     """
-    deviation, _ = spread.of_ratio()
-    half = half_width(spread, rounds, squares=(rounds - 1) * deviation**2, mean=True)  # they differ as runs do
-    return NormalDist().cdf((gain - half) / (deviation / math.sqrt(rounds)))
+    half, scatter = shown_by(spread, rounds)
+    gains = [max(0.0, gain + z * sd) for z in _QUANTILES]
+    return sum(one * 0.5 * (1 + math.erf((one - half) / (scatter * math.sqrt(2)))) for one in gains) / len(gains)
+
+
+_QUANTILES = tuple(NormalDist().inv_cdf((place + 0.5) / 9) for place in range(9))
 
 
 def claim_progress(trials: Iterable[Trial], began: ClaimRounds) -> tuple[int, int]:
@@ -119,6 +134,12 @@ def claim_progress(trials: Iterable[Trial], began: ClaimRounds) -> tuple[int, in
     mine, plain = ([run for run in good if run.config == config] for config in (began.config, began.reference))
     both = _rounds(mine, plain, began.first_round)
     return sum(not (a.disturbed or b.disturbed) for a, b in both), len(both)
+
+
+def until_next(trials: Iterable[Trial], claims: Iterable[ClaimRounds], claim: ClaimRounds) -> list[Trial]:
+    """The trials without the rounds of later claims than this one."""
+    ends = min((one.first_round for one in claims if one.first_round > claim.first_round), default=math.inf)
+    return [trial for trial in trials if trial.purpose != "claim" or (trial.round or 0) < ends]
 
 
 def is_claim_over(trials: Iterable[Trial], began: ClaimRounds) -> bool:

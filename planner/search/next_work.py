@@ -30,7 +30,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.planner.search.claim import LEAST_ROUNDS, chance_to_show
+from autoplan.planner.search.claim import LEAST_ROUNDS, expected_to_show
 from autoplan.planner.trials.measure import SLICED
 from autoplan.strategies.config import TrainingConfig
 
@@ -140,7 +140,7 @@ class ShownGain:
     """What the rounds of the leader's claim, in slices, are expected to show, by the time that they have.
 
     Attributes:
-        gain: The logarithm of the leader's speed-up, as it is believed now.
+        gain, sd: The logarithm of the leader's speed-up, as it is believed now, and how well it is known.
         round_s: Expected seconds of a round.
         most: So many rounds are made if there is time.
     """
@@ -148,14 +148,15 @@ class ShownGain:
     gain: float
     round_s: float
     most: int
+    sd: float = 0.0
 
     def within(self, left_s: float, more: float = 0.0) -> float:
         """The expected logarithm of the speed-up that is shown in so many seconds; what is not shown is no gain.
 
         `more` is added to the gain: what a piece that runs first is expected to find.
         """
-        rounds, gain = min(self.most, math.floor(left_s / max(self.round_s, 1e-9))), self.gain + more
-        return gain * chance_to_show(SLICED, rounds, gain) if rounds >= LEAST_ROUNDS else 0.0
+        rounds = min(self.most, math.floor(left_s / max(self.round_s, 1e-9)))
+        return expected_to_show(SLICED, rounds, self.gain + more, self.sd) if rounds >= LEAST_ROUNDS else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,8 +114,8 @@ def hand_setting(session: Session) -> TrainingConfig | None:
     """The setting of a careful person: the predicted fastest of a few usual ones that should fit; None: none does.
 
     The micro-batch is a power of two: the smallest whose step is predicted within NEAR of the shortest, since a larger
-    one takes more memory, and a longer look, for nothing. If there are several devices, the settings have DDP on all
-    of them; if that does not fit, FSDP.
+    one takes more memory, and a longer look, for nothing. If there are several devices, the settings have DDP on as
+    many as the space has; if that does not fit, FSDP.
     """
     context, fitting = session.context, dict[TrainingConfig, float]()
     for spread in ("dp_replicate", "dp_shard"):
@@ -126,14 +126,14 @@ def hand_setting(session: Session) -> TrainingConfig | None:
             for config, found in predicted
             if found.peak_memory_high_bytes <= memory_share_bytes(config, context.memory_limit_bytes, context.device)
         }
-        if context.nproc == 1 or any(config.world_size == context.nproc for config in fitting):
+        if context.nproc == 1 or any(config.world_size > 1 for config in fitting):
             break
     near = [config for config, seconds in fitting.items() if seconds <= (1 + NEAR) * min(fitting.values())]
     return min(near, key=lambda config: (config.micro_batch, fitting[config]), default=None)
 
 
 def _usual_settings(session: Session, spread: str) -> Iterator[TrainingConfig]:
-    """The legal ones of: each power-of-two micro-batch, on one device and spread over all of them.
+    """The legal ones of: each power-of-two micro-batch, on one device and spread over the most.
 
     On CUDA bf16, the fused optimizer, sdpa and compile; on CPU fp32 or bf16, not compiled. What the user fixed is kept.
     """
@@ -152,7 +152,8 @@ def _usual_settings(session: Session, spread: str) -> Iterator[TrainingConfig]:
     whole = [size for size in values["micro_batch"] if isinstance(size, int)]
     sizes = [size for size in whole if size & (size - 1) == 0] or whole
     precisions = [one for one in (("bf16",) if on_cuda else ("fp32", "bf16")) if one in values["precision"]]
-    all_devices = [{spread: session.context.nproc}] if session.context.nproc in values.get(spread, ()) else []
+    most = max((ranks for ranks in values.get(spread, ()) if ranks <= session.context.nproc), default=1)
+    all_devices = [{spread: most}] if most > 1 else []
     for ranks, precision, size in itertools.product([{}, *all_devices], precisions, sizes):
         knobs = usual | ranks | {"precision": precision, "micro_batch": size} | dict(session.options.fix)
         config, batch = TrainingConfig.model_validate(knobs), session.context.spec.global_batch

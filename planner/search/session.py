@@ -28,7 +28,14 @@ from autoplan.planner.records.trials import (
     WorkLine,
 )
 from autoplan.planner.search.candidate_model import FEWEST_LOOKS, CandidateModel
-from autoplan.planner.search.claim import Comparison, compare, is_claim_over
+from autoplan.planner.search.claim import (
+    LEAST_ROUNDS,
+    Comparison,
+    claim_progress,
+    compare,
+    is_claim_over,
+    until_next,
+)
 from autoplan.planner.search.device_hours import alone_s, used_s
 from autoplan.planner.search.next_work import EndedBy, Work
 from autoplan.planner.search.objective import best_trial, contenders
@@ -357,7 +364,7 @@ class Session:
         for config in self.model.out_of_turn:
             model.set_aside(config)
         for config in self.unchecked:
-            model.set_failed(config)
+            model.set_back(config)
         self.context, self.model = context, model
         if self.sampler is not None:
             self.sampler.model = model
@@ -375,21 +382,26 @@ class Session:
         return told.model_copy(update=times)
 
     def comparison(self, runs: CandidateRuns) -> Comparison | None:
-        """A configuration against the baseline: by the rounds of its last claim, else by the runs of the choice.
+        """A configuration against the baseline: by the rounds of its last claim that has enough, else by the choice's.
 
         A search that goes on and has no time for a new claim keeps the earlier one of the same configuration.
         """
-        candidates = collect_runs(self.store.trials)
+        trials, claims = self.store.trials, [one for one in self.store.claims if one.config == runs.config]
+        enough = [
+            one for one in claims if claim_progress(until_next(trials, self.store.claims, one), one)[1] >= LEAST_ROUNDS
+        ]
+        claim = next(reversed(enough or claims), None)
+        candidates = collect_runs(trials if claim is None else until_next(trials, self.store.claims, claim))
         plain = next((one for one in candidates if one.config == self.plain_config), None)
         if plain is None:
             return None
-        claims = reversed(self.store.claims)
+        runs = next((one for one in candidates if one.config == runs.config), runs)
         return compare(
             runs,
             plain,
             self.run_spread,
             chosen_from=len(candidates),
-            claim=self.claim_rounds(runs.config) or next((c for c in claims if c.config == runs.config), None),
+            claim=claim,
             paces=(self.model.pace_of(runs.first), self.model.pace_of(plain.first)),
         )
 

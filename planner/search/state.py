@@ -35,6 +35,7 @@ from autoplan.planner.search.references import hand_setting, plain_configs
 from autoplan.planner.search.selection import (
     MOST_PAIRS,
     CandidateRuns,
+    in_slices,
     is_decided,
     is_under_load,
     match_rounds,
@@ -364,9 +365,9 @@ def shown_gain(session: Session, leader: CandidateRuns) -> ShownGain | None:
         return None
     if is_under_load(session.store.trials):  # beside other work no claim holds
         return None
-    gain, each_s = believed_gain(session, leader), SLOW_MOMENTS * round_s(session, leader.config)
-    most = rounds_needed(SLICED, gain)
-    return ShownGain(gain=gain, round_s=each_s, most=most) if most > rounds_kept(SLICED) else None
+    (gain, sd), each_s = believed_gain(session, leader), SLOW_MOMENTS * round_s(session, leader.config)
+    most = rounds_needed(SLICED, gain, sd)
+    return ShownGain(gain=gain, sd=sd, round_s=each_s, most=most) if most > rounds_kept(SLICED) else None
 
 
 GAIN_SD = 0.15
@@ -375,16 +376,22 @@ of GPT-2 on CPUs they are mostly 0 to 0.3 (benchmarks/results/anytime.jsonl). Wi
 three or four show the gain: 7 of 23 searches of the zoo showed one, with it 19 of the same."""
 
 
-def believed_gain(session: Session, leader: CandidateRuns) -> float:
-    """The logarithm of the leader's speed-up, less what it owes to chance: its posterior mean by GAIN_SD.
+def believed_gain(session: Session, leader: CandidateRuns) -> tuple[float, float]:
+    """The logarithm of the leader's speed-up, less what it owes to chance, and its standard deviation.
 
-    Where runs differ by 20 %, a look at 1.6 times the baseline's speed speaks for 1.1.
+    That is the posterior of a normal prior with GAIN_SD, the looks, and pairs with the baseline in slices. Where runs
+    differ by 20 %, a look at 1.6 times the baseline's speed speaks for 1.1.
     """
     plain = session.baseline
     assert plain is not None and plain.step_time_s is not None
-    seen = max(0.0, math.log(plain.step_time_s.median / at_plain_pace_s(session, leader)))
-    sd, _ = session.run_spread.of_ratio()
-    return seen * GAIN_SD**2 / (GAIN_SD**2 + sd**2)
+    run_sd, _ = session.run_spread.of_ratio()
+    known = [(max(0.0, math.log(plain.step_time_s.median / at_plain_pace_s(session, leader))), run_sd)]
+    beside = next((runs for runs in session.eligible if runs.config == plain.config), None)
+    if beside is not None and in_slices(*(pair := match_rounds(leader, beside))) and (rounds := shared_rounds(pair)):
+        pair_sd, _ = SLICED.of_ratio()
+        known.append((math.log(speed_ratio(*pair).median), pair_sd / math.sqrt(len(rounds))))
+    weight = 1 / GAIN_SD**2 + sum(1 / sd**2 for _, sd in known)
+    return sum(seen / sd**2 for seen, sd in known) / weight, weight**-0.5
 
 
 def at_plain_pace_s(session: Session, runs: CandidateRuns) -> float:
@@ -413,7 +420,9 @@ def _check_factor(session: Session) -> float | None:
         if line.kind == "parity" and line.config is not None:
             running_s, compiling_s = parity_parts_s(session.trial_cost, session.parity_cost, line.config)
             parity = session.store.parity_of(line.config)
-            if parity is not None and any(check.name.endswith("own length") for check in parity.checks):
+            if parity is None or not parity.finished:
+                continue  # it was ended
+            if any(check.name.endswith("own length") for check in parity.checks):
                 running_s += own_length_s(session.trial_cost, session.parity_cost, line.config)
             made.append((line.seconds - compiling_s) / running_s)
     least, most = CHECK_FACTORS
@@ -501,5 +510,5 @@ def claim_size(session: Session, leader: CandidateRuns) -> int:
     The last is counted where it would be begun. If the time ends before it, those that are complete count.
     """
     affordable = math.floor(session.left_s / max(round_s(session, leader.config), 1e-9) + 1 - TRIED_SHARE)
-    wanted = rounds_needed(_round_spread(session, leader.config), believed_gain(session, leader))
+    wanted = rounds_needed(_round_spread(session, leader.config), *believed_gain(session, leader))
     return max(LEAST_ROUNDS, min(wanted, affordable))

@@ -231,7 +231,7 @@ class Surrogate:
             prior: The cost model's predictions of the candidates, as it is calibrated now.
             trials: The finished trials. Of one that was stopped a lower bound of its time counts (`as_value`).
             trial_prior: The same model's predictions of the configurations of the trials.
-            refused: What ran and did not pass its parity check.
+            refused: What ran and failed its parity check.
         """
         with_peak = [i for i, trial in enumerate(trials) if self._observed_peak_bytes(trial) is not None]
         codes = encode([trial.config for trial in trials])

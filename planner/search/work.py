@@ -31,8 +31,8 @@ MOST_LOST_IN_A_ROW = 2
 """After this many trials, one after the other, that something outside ended each time, the search ends."""
 
 LOOK_FACTOR, LOOK_MORE_S = 3.0, 20.0
-"""A look, or a check that other work waits for, is ended after so many times what was expected, and these seconds: what
-takes so long is behind, or would cost more than it tells."""
+"""A look is ended after so many times what was expected, and these seconds: what takes so long is behind, or would cost
+more than it tells."""
 
 GROSS, GROSS_AGAIN, GROSS_SHARE = 2.0, 3, 0.5
 """A disturbed baseline is measured again if it takes so many times the high end of what was predicted, at most so
@@ -344,7 +344,7 @@ def run_check(session: Session, work: Work) -> None:
         session.note(f"{over} did not end in its time; there is no verdict on it")
     if parity is not None and parity.passed:
         return
-    session.model.set_failed(work.config)
+    session.model.set_back(work.config)
     if parity is None:
         session.unchecked.add(work.config)
     else:
@@ -385,8 +385,6 @@ def check(session: Session, config: TrainingConfig, *, whole: bool) -> Parity | 
     deadline_s = session.hard_deadline_s(0.0)
     if deadline_s <= 1.0:
         raise BudgetOver("the parity check")
-    if not whole:  # what comes after it needs time too
-        deadline_s = min(deadline_s, LOOK_FACTOR * check_s(session, config) + LOOK_MORE_S)
     number = len(list((session.store.folder / "trials").glob("parity*")))
     directory: Path = session.store.folder / "trials" / f"parity{number:02d}"
     directory.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.techniques.fp8 import linear_weights
 from autoplan.strategies.techniques.loss_kernels import padded_as_on_cuda
 from autoplan.strategies.workloads.devices import is_elsewhere
-from autoplan.strategies.workloads.optimizers import kept_states, step_form
+from autoplan.strategies.workloads.optimizers import kept_states
 from autoplan.strategies.workloads.workload import Workload
 
 
@@ -233,7 +233,7 @@ def _assemble(
         sequence_length=workload.sequence_length,
         hidden=hidden,
         optimizer_name=kept.kind,
-        optimizer_form=step_form(workload.build_optimizer(trainable)),
+        optimizer_form=kept.form,
         optimizer_state_bytes_per_parameter=kept.bytes_per_element,
         parameter_tensors=len(trainable),
         largest_parameter=max((p.numel() for p in trainable), default=0),

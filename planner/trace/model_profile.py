@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PROFILE_VERSION = 11
+PROFILE_VERSION = 12
 IN_FUSED_LOSS = "fused loss: "
 """Before the names of operations between the products of the fused loss. On CUDA they are compiled, except in fp16."""
 

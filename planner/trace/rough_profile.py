@@ -202,7 +202,7 @@ def rough_profile(facts: WorkloadFacts, device: str, why: str) -> ModelProfile:
         sequence_length=facts.spec.sequence_length,
         hidden=facts.hidden_size,
         optimizer_name=facts.optimizer,
-        optimizer_form=facts.optimizer_form,
+        optimizer_form=None if facts.training is None else facts.training.step_form,
         optimizer_state_bytes_per_parameter=4.0 * facts.optimizer_states,
         tokens_per_sample=facts.spec.sequence_length or 1,
         variants={PLAIN.text(): plain},

@@ -108,7 +108,6 @@ class WorkloadFacts(Record):
     logits_per_sample: int | None = Field(default=None, description="elements: sequence length x vocabulary")
     attention_dropout: float = 0.0
     optimizer: str
-    optimizer_form: str | None = Field(default=None, description="of its step: fused, ...; None: torch chooses")
     optimizer_states: int = Field(description="fp32 tensors the optimizer keeps per parameter: 2 for Adam")
     tied: tuple[tuple[str, ...], ...]
     micro_batch_dependent: tuple[Dependence, ...]

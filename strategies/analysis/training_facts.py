@@ -65,6 +65,9 @@ class TrainingFacts(Record):
     """The settings that a workload trains with."""
 
     optimizer: str = Field(description="the class of the optimizer: torch.optim.adamw.AdamW")
+    step_form: str | None = Field(
+        default=None, description="the value of the knob optimizer_step that its flags ask for; None: torch chooses"
+    )
     groups: tuple[GroupFacts, ...]
     unheld: tuple[str, ...] = Field(
         default=(), description="parameters that could train and are in no group, named as those of a group"
@@ -90,13 +93,14 @@ def read_training_facts(workload: Workload, model: nn.Module) -> TrainingFacts:
         workload: The workload.
         model: Its model, on any device.
     """
-    from autoplan.strategies.workloads.optimizers import trainable
+    from autoplan.strategies.workloads.optimizers import step_form, trainable
     from autoplan.strategies.workloads.training_mode import own_checkpointing
 
     optimizer = workload.build_optimizer(trainable(model))
     names = _group_names(optimizer, model)
     return TrainingFacts(
         optimizer=class_name(type(optimizer)),
+        step_form=step_form(optimizer),
         groups=read_groups(optimizer, model),
         unheld=_shortened(names, len(names) - 1),
         max_grad_norm=workload.max_grad_norm,

@@ -24,8 +24,8 @@ def legal_degrees(
     Args:
         facts: The workload's facts.
         nproc: Ranks.
-        device: On CUDA every rank is a GPU, and all are used; on CPU 2, 4, 8, ... too: fewer ranks with more
-            threads each can win.
+        device: On CUDA every rank is a GPU, and all are used; where they do not divide the global batch, on one node
+            the most that do as well. On CPU 2, 4, 8, ... too: fewer ranks with more threads each can win.
         ranks_per_node: tp stays within a node; None: one node.
 
     Returns:
@@ -33,7 +33,10 @@ def legal_degrees(
     """
     combinations: list[DegreeCombination] = []
     left_out: dict[str, LeftOut] = {}
-    worlds = [nproc] if device == "cuda" else sorted({2**power for power in range(1, nproc.bit_length())} | {nproc})
+    worlds: Sequence[int] = sorted({2**power for power in range(1, nproc.bit_length())} | {nproc})
+    if device == "cuda":
+        fewer = (world for world in range(nproc, 1, -1) if facts.spec.global_batch % world == 0)
+        worlds = sorted({nproc, next(fewer, nproc)}) if ranks_per_node in (None, nproc) else (nproc,)
     for world in worlds:
         for pp, tp, replicate, shard in factorings(world):
             found = reason_against(facts, pp=pp, tp=tp, dp=replicate * shard, ranks_per_node=ranks_per_node or nproc)

@@ -35,7 +35,9 @@ class OptimizerStrategy:
         optimizer = workload.build_optimizer(trainable(structure.model))
         replaced = "its step was replaced on the instance" if has_own_step(optimizer) else None
         reasons = {value: replaced or reason_against(type(optimizer), value, device) for value in OPTIMIZER_FLAGS}
-        form = step_form(optimizer) or ("for_loop" if device == "cpu" else None)
+        form, flags = step_form(optimizer), [group.get("foreach") for group in optimizer.param_groups]
+        if form is None and device == "cpu" and flags == [None] * len(flags):
+            form = "for_loop"
         if form is not None:
             reasons[form] = reasons[form] or f"own stands for it: this optimizer steps in the form {form} already"
         return offer(self.name, ("own",), reasons)

@@ -76,12 +76,14 @@ class KeptStates(NamedTuple):
         tensors: As many tensors of a parameter's shape, of the parameter that has the most: 2 for Adam.
         bytes_per_element: Bytes for each number of all parameters.
         why_assumed: Why these are Adam's figures, and not what was seen; None: they were seen.
+        form: `step_form` of it; None too if it cannot be asked.
     """
 
     kind: str
     tensors: int
     bytes_per_element: float
     why_assumed: str | None = None
+    form: str | None = None
 
 
 STAND_IN_SIZE = 16
@@ -113,7 +115,8 @@ def kept_states(
     kept = [[one for one in some if isinstance(one, torch.Tensor) and one.dim()] for some in values]
     own = (sum(state.shape == stand_in.shape for state in some) for stand_in, some in zip(stand_ins, kept, strict=True))
     size = sum(state.numel() * state.element_size() for some in kept for state in some)
-    return KeptStates(type(optimizer).__name__, max(own, default=0), size / max(sum(map(torch.numel, stand_ins)), 1))
+    numbers = max(sum(map(torch.numel, stand_ins)), 1)
+    return KeptStates(type(optimizer).__name__, max(own, default=0), size / numbers, form=step_form(optimizer))
 
 
 def rebuild_over(

@@ -50,7 +50,7 @@ def own_setting(
     """
     if checkpointing == "none" and own_checkpointing(model):
         checkpointing = "full"
-    if compile_mode is None and any(vars(part).get("_compiled_call_impl") is not None for part in model.modules()):
+    if compile_mode is None and any(map(is_compiled, model.modules())):
         compile_mode = UNKNOWN  # of parts, which may be others than the repeated blocks
     knobs: dict[str, Any] = {"precision": precision, "checkpointing": checkpointing}
     if compile_mode is not None:
@@ -76,6 +76,11 @@ def fp32_format(device: torch.device, *, asked: bool | None = None) -> str:
         except RuntimeError:  # it was set through the newer interface alone
             asked = matmul.fp32_precision == "tf32"
     return "tf32" if asked else "fp32"
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile wraps a module, or its own compile() compiled it."""
+    return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 
 
 def compile_mode_of(model: nn.Module) -> str | None:

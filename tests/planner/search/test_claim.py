@@ -22,9 +22,9 @@ from autoplan.planner.search.claim import (
     ROUNDS_AGAIN,
     ROUNDS_WITHOUT_HOPE,
     Comparison,
-    chance_to_show,
     compare,
     drift,
+    expected_to_show,
     is_claim_over,
     is_no_gain,
     rounds_kept,
@@ -440,6 +440,23 @@ def test_an_earlier_claim_holds_where_a_search_that_goes_on_has_no_time_for_anot
     assert session.found().claim == first.claim
 
 
+def test_a_later_claim_without_enough_rounds_takes_nothing_from_an_earlier_one():
+    trials = [*side_by_side((1.2, 1.0), (1.21, 1.0)), *side_by_side((5.0, 1.0), first_round=2)[2:]]
+    trials = [trial.model_copy(update={"number": number}) for number, trial in enumerate(trials)]
+    session = Simulated(5, 0.01)
+    session.store.trials = tuple(trials)
+    session.store.claims = (claim_of(), claim_of(number=2, first_round=2))
+    (leader,) = (runs for runs in collect_runs(trials) if runs.config == OTHERS[0])
+    found = session.comparison(leader)
+    assert found is not None
+    assert found.speedup.median == pytest.approx(1.205, abs=0.001)
+    assert (found.claim.rounds, found.claim.chosen_from) == (2, 1)
+    more = [*trials, *side_by_side((1.1, 1.0), first_round=3)[2:]]
+    session.store.trials = tuple(trial.model_copy(update={"number": number}) for number, trial in enumerate(more))
+    again = session.comparison(leader)
+    assert again is not None and (again.claim.rounds, again.claim.chosen_from) == (2, 2), "now it has"
+
+
 def test_looks_without_rounds_are_compared_as_if_the_cores_had_been_as_fast():
     look, plain = collect_runs([a_trial(0, "search", OTHERS[0], 1.0), a_trial(1, "baseline", BASE, 1.06)])
     raw = compare(look, plain, measured_spread([]), chosen_from=2)
@@ -562,7 +579,7 @@ def test_time_is_kept_for_two_rounds_in_slices():
     assert half_width(SLICED, LEAST_ROUNDS, mean=True) < 0.1, "and they show a gain by 1.1 times, at times"
 
 
-def test_the_chance_that_rounds_show_a_gain_is_how_often_they_do():
+def test_what_rounds_are_expected_to_show_is_the_gain_as_often_as_they_do():
     for gain, rounds in ((0.05, 4), (0.08, 2), (0.08, 4), (0.12, 3), (0.2, 2)):
         draw = random.Random(rounds)
 
@@ -572,8 +589,17 @@ def test_the_chance_that_rounds_show_a_gain_is_how_often_they_do():
 
         pairs = [([run(math.exp(-gain)) for _ in range(rounds)], [run(1.0) for _ in range(rounds)]) for _ in range(600)]
         shown = sum(ratio_interval(one, plain, SLICED, sliced=True).low > 1 for one, plain in pairs) / len(pairs)
-        assert chance_to_show(SLICED, rounds, gain) == pytest.approx(shown, abs=0.1), (gain, rounds)
-    assert chance_to_show(SLICED, 2, 0.0) < 0.05 and chance_to_show(SLICED, 2, 0.5) > 0.99
+        assert expected_to_show(SLICED, rounds, gain) / gain == pytest.approx(shown, abs=0.1), (gain, rounds)
+    assert expected_to_show(SLICED, 2, -0.1) == 0.0 and expected_to_show(SLICED, 2, 0.5) > 0.49
+
+
+def test_rounds_are_worth_their_time_for_a_gain_that_may_be_larger_than_it_is_believed_to_be():
+    known, unknown = ([expected_to_show(SLICED, rounds, 0.04, sd) for rounds in (2, 6)] for sd in (0.001, 0.11))
+    assert known[1] - known[0] < 0.02 < 0.03 < unknown[1]
+    assert unknown[1] > unknown[0] > known[0]
+    assert (
+        rounds_needed(SLICED, 0.02, 0.001) == ROUNDS_WITHOUT_HOPE and rounds_needed(SLICED, 0.02, 0.11) == MOST_ROUNDS
+    )
 
 
 def test_a_look_is_not_compared_with_pairs_in_slices():
@@ -593,7 +619,7 @@ def test_a_look_is_not_compared_with_pairs_in_slices():
     assert leader is not None and leader.config == best and leader.step_time.median == 1.2 and leader.look_s == 1.0
     after = {pair.config: pair.gain for pair in read_state(session).pairs}
     assert third in before and after.get(third, 0.0) == pytest.approx(before[third], rel=0.2)
-    assert believed_gain(session, leader) > 0.8 * math.log(1.3), "nor is the baseline's"
+    assert believed_gain(session, leader)[0] > 0.8 * math.log(1.3), "nor is the baseline's"
     assert [runs.config for runs in contenders(collect_runs(session.store.trials), leader)][0] == second
 
 
@@ -637,7 +663,7 @@ def test_the_gain_that_more_rounds_show_is_counted_where_they_do():
         first = a_trial(1, "search", OTHERS[0], 1 / ratio, **facts)
         session: Any = SimpleNamespace(
             baseline=plain, run_spread=replace(SLICED), trial_cost=cost, first_run=lambda config: first,
-            in_slices=lambda *runs: sliced, model=PACE, store=SimpleNamespace(trials=(plain, first)),
+            in_slices=lambda *runs: sliced, model=PACE, eligible=[], store=SimpleNamespace(trials=(plain, first)),
             objective=SimpleNamespace(name="throughput"),
         )  # fmt: skip
         return shown_gain(session, collect_runs([first])[0])
@@ -801,11 +827,23 @@ def test_the_last_round_is_counted_where_it_would_be_begun(
         first_run=lambda config: None,
         in_slices=lambda *runs: False,
         model=PACE,
+        eligible=[],
     )
     (runs,) = collect_runs([a_trial(1, "search", OTHERS[0], 0.5)])
     leader = replace(runs, believed_s=math.exp(-gain))  # which leads by this, not by its look
     assert claim_size(session, leader) == rounds
-    believed = believed_gain(session, leader)
-    assert 0.7 * gain < believed < gain and rounds_needed(spread, gain) < rounds_needed(spread, believed) == 5
+    believed, sd = believed_gain(session, leader)
+    assert 0.7 * gain < believed < gain and rounds_needed(spread, gain) < rounds_needed(spread, believed, sd) == 5
     session.run_spread = Spread(sd=0.2, freedom=12)
-    assert 0 < believed_gain(session, leader) < 0.3 * gain, "on a machine like that a look says little"
+    less, unsure = believed_gain(session, leader)
+    assert 0 < less < 0.3 * gain and 0.1 < unsure < 0.15, "on a machine like that a look says little"
+    side_by_side = [
+        a_trial(3 + number, "finalist", config, seconds, round=0, pauses=9)
+        for number, (config, seconds) in enumerate([(OTHERS[0], 0.7), (BASE, 1.0)])
+    ]
+    both = [session.baseline, runs.first, *side_by_side]
+    session.eligible = collect_runs(both)
+    session.model = SimpleNamespace(**vars(PACE), believed_s=lambda config: math.exp(-gain))
+    leader = next(one for one in session.eligible if one.config == OTHERS[0])
+    more, surer = believed_gain(session, leader)
+    assert less < 0.8 * -math.log(0.7) < more < -math.log(0.7) and surer < 0.06, "a pair with the baseline says much"

@@ -79,6 +79,7 @@ def test_a_whole_search_of_two_equal_values_claims_nothing():
     """One false claim may be chance (2.5 %)."""
     (found,) = run_searches(1)
     assert found["status"] == "plan_found" and not found["claimed"]
+    assert found["looks"] >= 2, "both values were tried"
 
 
 def test_the_exact_interval_is_clopper_and_pearsons():

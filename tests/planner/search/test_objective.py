@@ -97,6 +97,7 @@ def test_the_next_trial_lowers_what_is_looked_for():
     assert (posterior.works <= for_memory.posterior.works).all()
     for_speed = asked(MEMORY, 3)
     assert for_speed.best == plain.best
+    assert asked(Objective(name="cost"), 3).best == plain.best, "on one rank the same, and no lucky look either"
     assert flat_model(candidates, objective=MEMORY).ranking()
 
 

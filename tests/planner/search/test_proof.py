@@ -91,17 +91,6 @@ def test_a_search_finds_checks_and_claims_and_says_where_its_time_went(searches:
     assert all(is_claim_over(found.result.trials, claim) for claim in found.session.store.claims)
 
 
-def test_a_check_that_others_wait_for_has_an_end_of_its_own(searches: Searches):
-    """One that hangs would take all that is left, and nothing else would be checked."""
-    world = World(passes=lambda config: None if config == BEST else True)
-    found = searches.search(world, budget=300.0)
-    plan = plan_of(found)
-    assert BEST in world.checked and plan.config not in (BEST, PLAIN)
-    assert found.session.store.parity_of(BEST) is None
-    (line,) = (line for line in plan.ledger if line.kind == "parity" and line.config == BEST)
-    assert line.seconds < 100.0
-
-
 def test_looks_without_a_gain_do_not_end_a_search_before_three_had_time_for_a_claim(searches: Searches):
     found = searches.search(World())
     session = found.session

@@ -339,11 +339,14 @@ def test_what_a_check_took_says_nothing_of_the_next_ones_compilation():
     trials = TrialCost((PLAIN, COMPILED), global_batch=8, num_blocks=12, device="cuda")
     eager_s, _ = parity_parts_s(trials, COST, PLAIN)
     line = WorkLine(kind="parity", config=PLAIN, began_s=0.0, seconds=5 * eager_s, predicted_s=2.0)
-    store = SimpleNamespace(ledger=(line,), parity_of=lambda config: None)
+    passed = SimpleNamespace(checks=(), finished=True)
+    store = SimpleNamespace(ledger=(line,), parity_of=lambda config: passed if config == PLAIN else None)
     session: Any = SimpleNamespace(store=store, trial_cost=trials, parity_cost=COST)
     running_s, compiling_s = parity_parts_s(trials, COST, COMPILED)
     assert compiling_s > 10.0
     assert check_s(session, COMPILED) == pytest.approx(5 * running_s + compiling_s)
+    passed.finished, session.model = False, SimpleNamespace(pace=1.0)
+    assert check_s(session, COMPILED) < 2 * running_s + compiling_s + 5, "one that was ended says nothing"
 
 
 def test_the_pass_at_the_own_length_is_no_part_of_what_the_next_check_is_expected_to_take():
@@ -352,7 +355,7 @@ def test_the_pass_at_the_own_length_is_no_part_of_what_the_next_check_is_expecte
     whole_s = running_s + own_length_s(trials, COST, PLAIN)
     assert whole_s > running_s
     line = WorkLine(kind="parity", config=PLAIN, began_s=0.0, seconds=2 * whole_s, predicted_s=2.0)
-    passed = SimpleNamespace(checks=(SimpleNamespace(name="gradients, own length"),))
+    passed = SimpleNamespace(checks=(SimpleNamespace(name="gradients, own length"),), finished=True)
     store = SimpleNamespace(ledger=(line,), parity_of=lambda config: passed if config == PLAIN else None)
     session: Any = SimpleNamespace(store=store, trial_cost=trials, parity_cost=COST)
     other = PLAIN.model_copy(update={"attention": "eager"})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -188,6 +189,20 @@ def test_the_space_in_columns_is_that_of_each_configuration_by_itself(seed: int)
     for knob, values in space.values.items():
         assert set(values) == {getattr(config, knob) for config in apart}
     assert [family.family for family in space.left_out] == [found.family for found in left_out]
+
+
+@pytest.mark.parametrize(("gpus", "batch", "used"), [(8, 100, 5), (8, 64, 8), (6, 64, 4), (3, 64, 2), (2, 3, None)])
+def test_where_not_all_gpus_divide_the_batch_as_many_are_used_as_can_be(gpus: int, batch: int, used: int | None):
+    spec, parallel = SimpleNamespace(global_batch=batch, sequence_length=None), ParallelFacts(num_blocks=0)
+    facts: Any = SimpleNamespace(spec=spec, parallel=parallel)
+    degrees, left_out = legal_degrees(facts, gpus, device="cuda")
+    worlds = {math.prod(one.get(knob, 1) for knob in ("dp_replicate", "dp_shard", "tp", "pp")) for one in degrees}
+    assert worlds == ({used} if used else set())
+    assert any(one.knob == "dp" for one in left_out) is (used != gpus)
+    heads: Any = SimpleNamespace(spec=spec, parallel=ParallelFacts(num_blocks=12, tp_unit=12))
+    assert (used is None) or any(one == {"dp_replicate": used} for one in legal_degrees(heads, gpus, device="cuda")[0])
+    over_nodes, _ = legal_degrees(facts, gpus, device="cuda", ranks_per_node=max(1, gpus // 2))
+    assert bool(over_nodes) is (used == gpus), "each node has as many ranks"
 
 
 PIPELINE = {"dp_replicate": 2, "pp": 2, "pp_microbatches": 2}

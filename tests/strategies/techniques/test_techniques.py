@@ -350,8 +350,14 @@ def test_the_form_that_an_optimizer_has_already_is_not_offered_again(flags, on_c
 
 
 def test_groups_with_other_forms_are_in_none():
-    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "foreach": flag} for flag in (True, False)]
-    assert step_form(torch.optim.SGD(groups, lr=0.1)) is None
+    def mixed(parameters):
+        first, *rest = parameters
+        return torch.optim.SGD([{"params": [first], "foreach": True}, {"params": rest}], lr=0.1)
+
+    assert step_form(mixed(nn.Linear(2, 2).parameters())) is None
+    workload = dataclasses.replace(language(), build_optimizer=mixed)
+    choices = OptimizerStrategy().choices(workload, find_structure(workload.build_model()), make_hardware(), "cpu")
+    assert "for_loop" in choices.values
 
 
 def test_threads_are_set_for_the_process():
