@@ -196,7 +196,8 @@ class Session:
             if base.config == self.own_config != plain:
                 step_s *= self.predict(plain).step_time_s / self.predict(base.config).step_time_s
         else:
-            largest = max(self.context.space.values["micro_batch"])  # one of one sample may be bound by launches
+            sizes = self.context.space.values["micro_batch"]  # none where a replay has no plain run
+            largest = max(sizes, default=1)  # one of one sample may be bound by launches
             step_s, optimizer_s = self.predict(TrainingConfig(micro_batch=largest)).step_time_s, 0.0
         return ModelCost(
             sequence_length=spec.sequence_length,
