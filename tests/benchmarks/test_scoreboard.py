@@ -172,6 +172,12 @@ def test_a_table_is_not_mixed_with_another(table: Path, image: Recorded):
     assert search_tables.open_setup(table / "new", asked) is None
 
 
+def test_a_table_without_plain_runs_prices_its_checks_too():
+    known = read_table(search_tables.TABLES / "gpt-2")
+    assert not known.plain
+    assert 0.9 < search_replay.affordable_share(known, 60.0) <= 1.0
+
+
 POINTS = [
     Point(trials=1, seconds=10.0, share=0.0),
     Point(trials=2, seconds=20.0, share=0.5),
