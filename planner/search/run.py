@@ -23,7 +23,7 @@ from autoplan.planner.search.nodes import make_launcher, with_engine
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, Candidate, SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.search.plan_maker import make_plan
 from autoplan.planner.search.preload import preload_for
-from autoplan.planner.search.selection import without_void
+from autoplan.planner.search.selection import CandidateRuns, without_void
 from autoplan.planner.search.session import BudgetOver, Session, make_model
 from autoplan.planner.search.setup import SearchContext, Target, begin_search, find_target, prepare_search, trace_more
 from autoplan.planner.search.side_by_side import SideBySide
@@ -383,6 +383,19 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
     return _conclude(run, session)
 
 
+def _next_best(session: Session, leader: CandidateRuns) -> CandidateRuns | None:
+    """The plan if the leader shows no gain: another configuration whose earlier claim holds, else the baseline."""
+    plain: CandidateRuns | None = None
+    for runs in session.eligible:
+        if runs.config == session.plain_config:
+            plain = runs
+        elif runs.config != leader.config and any(claim.config == runs.config for claim in session.store.claims):
+            found = session.comparison(runs)
+            if found is not None and found.claim.claimed:
+                return runs
+    return plain
+
+
 def _conclude(run: SearchRun, session: Session) -> SearchResult:
     """From what was measured to the plan: the leader if it is proved, else the baseline."""
     if hanging := session.model.hanging:
@@ -399,14 +412,16 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
         return answer.nothing_verified(run, session.ended_by)
     assert plain is not None, "what led was compared with it"
     against = session.comparison(leader)  # None: the baseline has failed in a round of the claim
-    fallback = next((runs for runs in session.eligible if runs.config == plain.config), None)
+    fallback = _next_best(session, leader)
     beaten = ""
     if against is not None and is_no_gain(against) and session.objective.name == "throughput" and fallback is not None:
         ratio, how = against.speedup, "side by side" if against.candidate.counted else "compared"
-        base = session.run_words(plain.config)
+        base, stays = session.run_words(plain.config), session.run_words(plain.config)
+        if fallback.config != plain.config:
+            stays = f"{fallback.config.describe()}, whose gain an earlier claim shows"
         beaten = (
             f"{leader.config.describe()} led the search; {how} with {base} it ran at {ratio.median:.3g} times its "
-            f"speed ({ratio.low:.3g} to {ratio.high:.3g}): the plan is {base}"
+            f"speed ({ratio.low:.3g} to {ratio.high:.3g}): the plan is {stays}"
         )
         leader = fallback
     parity = session.known_parity(leader.config)

@@ -135,6 +135,21 @@ def test_a_larger_budget_goes_on_and_makes_a_second_claim(searches: Searches):
     assert lines(more)[: len(lines(first))] == lines(first)
 
 
+def test_a_second_claim_that_shows_no_gain_leaves_the_plan_of_the_first(searches: Searches):
+    first = searches.search(World(candidates=FEW), budget=100.0).result.plan
+    assert first is not None and first.claim.claimed
+    lucky = TrainingConfig(micro_batch=4, precision="bf16", optimizer_step="foreach")
+
+    def fate(order: TrialOrder, before: int) -> dict[str, Any] | None:
+        return {"slower": 8.0 if order.purpose == "claim" else 0.2} if order.config == lucky else None
+
+    more = searches.search(World(candidates=[*FEW, lucky], fate=fate, seed=1), budget=200.0)
+    assert [claim.config for claim in more.session.store.claims] == [first.config, lucky]
+    plan = more.result.plan
+    assert plan is not None and plan.config == first.config and plan.claim == first.claim
+    assert any("whose gain an earlier claim shows" in note for note in plan.notes)
+
+
 @pytest.mark.parametrize("budget", [100.0, 60.0])
 def test_no_larger_budget_is_no_second_claim(searches: Searches, budget: float):
     def fate(order: TrialOrder, before: int) -> dict[str, Any] | None:
