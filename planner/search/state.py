@@ -230,6 +230,7 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
     others, runner_up = session.contenders(leader), _runner_up(session, leader)
     if runner_up is not None and all(other.config != runner_up.config for other in others):
         others = [runner_up, *others]
+    thirds = [runs for runs in session.eligible if runs.finalist_runs] if leader.finalist_runs else []
     for other in others:
         made = len(shared_rounds((leader, other)))
         if other.config in session.unpaired or made >= MOST_PAIRS or (made and is_decided(leader, other, spread)):
@@ -240,9 +241,12 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
         difference = math.log(_counted_s(session, one, paced=paced) / _counted_s(session, best, paced=paced))
         sliced = session.in_slices(leader.first, other.first)
         pair_sd = math.sqrt(2) * (SLICED if sliced else spread).sd
+        sd = pair_sd / math.sqrt(made) if made and unlike else spread.sd * math.sqrt(2 / (1 + made))
+        if not made and (found := _by_others(thirds, leader, other)) is not None:
+            difference, sd = found
         gain = pair_gain(
             difference,
-            pair_sd / math.sqrt(made) if made and unlike else spread.sd * math.sqrt(2 / (1 + made)),
+            sd,
             pair_sd,
             ratio_sd=session.model.ratio_sd(leader.config, other.config),
         )
@@ -258,6 +262,28 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
             why="single runs do not tell it from the leader",
             devices=max(leader.config.world_size, other.config.world_size),
         )
+
+
+def _by_others(
+    thirds: Sequence[CandidateRuns], leader: CandidateRuns, other: CandidateRuns
+) -> tuple[float, float] | None:
+    """How far the log step time of a configuration lies above the leader's, and its standard deviation.
+
+    By pairs in slices of both with third ones: what lost to an earlier leader has lost to one that won against that.
+    None: there are no such pairs.
+    """
+    deviation, _ = SLICED.of_ratio()
+    found = []
+    for third in thirds:
+        links = [match_rounds(other, third), match_rounds(third, leader)]
+        rounds = [len(shared_rounds(link)) for link in links]
+        if all(rounds) and in_slices(*links[0], *links[1]):
+            difference = sum(math.log(a.step_time.median / b.step_time.median) for a, b in links)
+            found.append((difference, deviation**2 * sum(1 / number for number in rounds)))
+    if not found:
+        return None
+    weight = sum(1 / variance for _, variance in found)
+    return sum(difference / variance for difference, variance in found) / weight, weight**-0.5
 
 
 def _runner_up(session: Session, leader: CandidateRuns) -> CandidateRuns | None:
@@ -386,7 +412,9 @@ def believed_gain(session: Session, leader: CandidateRuns) -> tuple[float, float
     assert plain is not None and plain.step_time_s is not None
     run_sd, _ = session.run_spread.of_ratio()
     known = [(max(0.0, math.log(plain.step_time_s.median / at_plain_pace_s(session, leader))), run_sd)]
-    beside = next((runs for runs in session.eligible if runs.config == plain.config), None)
+    beside = None
+    if leader.finalist_runs:
+        beside = next((runs for runs in session.eligible if runs.config == plain.config), None)
     if beside is not None and in_slices(*(pair := match_rounds(leader, beside))) and (rounds := shared_rounds(pair)):
         pair_sd, _ = SLICED.of_ratio()
         known.append((math.log(speed_ratio(*pair).median), pair_sd / math.sqrt(len(rounds))))

@@ -30,7 +30,7 @@ from autoplan.planner.search.claim import (
     rounds_kept,
     rounds_needed,
 )
-from autoplan.planner.search.next_work import ShownGain, Work, next_work
+from autoplan.planner.search.next_work import LEAST_PAIR_GAIN, ShownGain, Work, next_work
 from autoplan.planner.search.options import SearchObserver
 from autoplan.planner.search.selection import collect_runs, contenders, is_tie, measured_spread, rank
 from autoplan.planner.search.session import Session
@@ -654,6 +654,31 @@ def test_what_lost_a_pair_in_slices_does_not_lead_by_its_look(monkeypatch: pytes
     leader = find_leader(session)
     assert leader is not None and leader.config == better
     assert measured_spread(session.store.trials) == ASSUMED, "a look and a run in slices are no repeats"
+
+
+def test_what_lost_to_an_earlier_leader_is_not_paired_again_with_one_that_won_against_that():
+    """Its look was lucky, and each new leader had a pair with it: three of a search's 60 s."""
+    first, second, lucky = OTHERS[:3]
+    session = Simulated(0, 0.03)
+    for number, (config, time_s) in enumerate([(BASE, 1.3), (first, 1.0), (second, 1.0), (lucky, 0.97)]):
+        session.keep(a_trial(number, "baseline" if config == BASE else "search", config, time_s))
+
+    def pair(round: int, *times_s: tuple[TrainingConfig, float]) -> None:
+        for config, time_s in times_s:
+            session.keep(a_trial(len(session.store.trials), "finalist", config, time_s, round=round, pauses=20))
+
+    pair(0, (first, 1.0), (lucky, 1.17))
+    pair(1, (first, 1.0), (second, 0.93))
+    leader = find_leader(session)
+    assert leader is not None and leader.config == second
+    other = next(runs for runs in session.eligible if runs.config == lucky)
+    difference, sd = state._by_others(session.eligible, leader, other) or (0.0, 0.0)
+    assert difference == pytest.approx(math.log(1.17 / 0.93))
+    assert sd == pytest.approx(2 * SLICED.sd)
+    gains = {one.config: one.gain for one in read_state(session).pairs}
+    assert gains.get(lucky, 0.0) < LEAST_PAIR_GAIN
+    third = next(runs for runs in session.eligible if runs.config == BASE)
+    assert state._by_others(session.eligible, leader, third) is None
 
 
 def test_the_gain_that_more_rounds_show_is_counted_where_they_do():
