@@ -78,6 +78,24 @@ def test_a_companion_that_is_there_keeps_all_files(tmp_path: Path, monkeypatch: 
     assert companion.read_text() != "# theirs\n" and not (tmp_path / "nowhere").exists()
 
 
+def test_an_export_of_own_has_the_form_in_which_that_optimizer_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other trainers make the optimizer anew; the plan itself stays as it is."""
+    monkeypatch.setattr(TransformersTarget, "check", lambda *_: ())
+    plan = make_plan(TrainingConfig(micro_batch=2))
+    assert plan.training is not None
+    optim = {}
+    for form in (None, "fused"):
+        formed = plan.model_copy(update={"training": plan.training.model_copy(update={"step_form": form})})
+        path = export_plan(formed, "transformers", tmp_path / f"{form}.json").paths[0]
+        optim[form] = "fused" in path.read_text()
+        assert (
+            "optimizer_step: fused" not in export_plan(formed, "yaml", tmp_path / f"{form}.yaml").paths[0].read_text()
+        )
+    assert optim == {None: False, "fused": True}
+
+
 CONFIGS = [
     TrainingConfig(micro_batch=4, precision="bf16", compile="block", attention="sdpa", checkpointing="every_2"),
     TrainingConfig(micro_batch=2, compile="model", compile_mode="default", optimizer_step="fused"),
