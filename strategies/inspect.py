@@ -148,8 +148,8 @@ def inspect_workload(
             raise WorkloadError(
                 f"build_model of {workload.name} returned a model that torch.compile has compiled, so no trial could "
                 "run without that",
-                hint="Return the model itself: a search tries to compile it. --baseline compile=model compares with "
-                "the compiled model.",
+                hint="Return the model itself: a search tries to compile it. To compare with the compiled model, give "
+                "compile=model as the baseline.",
             )
         phase("make_batch")
         batch = with_checked_batches(workload).make_batch(2, 0)

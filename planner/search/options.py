@@ -343,9 +343,7 @@ class SearchOptions(BaseModel):
         "machine.",
     )
     nodes: Annotated[str | None, PlainValidator(_check_nodes), Flag(LIMITS, "NxR", everyday=False)] = Field(
-        default=None,
-        description="With --launcher: N nodes with R ranks each, 2x8. For a plan the default is what it was "
-        "measured on.",
+        default=None, description="With --launcher: N nodes with R ranks each, 2x8."
     )
     max_trials: Annotated[Count, Flag(LIMITS, "N", COUNT, int, everyday=False)] = Field(
         default=None,

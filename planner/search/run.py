@@ -416,9 +416,9 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
     beaten = ""
     if against is not None and is_no_gain(against) and session.objective.name == "throughput" and fallback is not None:
         ratio, how = against.speedup, "side by side" if against.candidate.counted else "compared"
-        base, stays = session.run_words(plain.config), session.run_words(plain.config)
-        if fallback.config != plain.config:
-            stays = f"{fallback.config.describe()}, whose gain an earlier claim shows"
+        base = session.run_words(plain.config)
+        kept = f"{fallback.config.describe()}, whose gain an earlier claim shows"
+        stays = base if fallback.config == plain.config else kept
         beaten = (
             f"{leader.config.describe()} led the search; {how} with {base} it ran at {ratio.median:.3g} times its "
             f"speed ({ratio.low:.3g} to {ratio.high:.3g}): the plan is {stays}"

@@ -387,7 +387,8 @@ class Session:
 
         A search that goes on and has no time for a new claim keeps the earlier one of the same configuration.
         """
-        trials, claims = self.store.trials, [one for one in self.store.claims if one.config == runs.config]
+        trials, pair = self.store.trials, (runs.config, self.plain_config)
+        claims = [one for one in self.store.claims if (one.config, one.reference) == pair]
         enough = [
             one for one in claims if claim_progress(until_next(trials, self.store.claims, one), one)[1] >= LEAST_ROUNDS
         ]

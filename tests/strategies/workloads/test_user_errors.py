@@ -197,7 +197,7 @@ def test_what_has_no_shape_yet_is_asked_to_run_once(tmp_path: Path) -> None:
 def test_a_model_that_is_compiled_already_is_refused(compiled: str, tmp_path: Path) -> None:
     error = refusal(tmp_path, "self.layer = nn.Linear(8, 1)", f"self.layer = {compiled}")
     assert "build_model of mine returned a model that torch.compile has compiled" in error.message
-    assert "compares with the compiled model" in str(error.hint)
+    assert "give compile=model as the baseline" in str(error.hint)
 
 
 def test_several_optimizers_are_refused_before_anything_else(tmp_path: Path) -> None:
