@@ -87,9 +87,7 @@ class Moment:
         return sum(not trial.is_repeat for trial in self.trials)
 
 
-def replay(
-    recorded: Recorded, sampler: SamplerName, number: int, *, budget_s: float, limit_bytes: int = LIMIT_BYTES
-) -> Iterator[Moment]:
+def replay(recorded: Recorded, sampler: SamplerName, number: int, *, budget_s: float) -> Iterator[Moment]:
     """One search over what was recorded, piece by piece.
 
     Args:
@@ -97,9 +95,8 @@ def replay(
         sampler: As `--sampler` takes it.
         number: Its seed.
         budget_s: Seconds that it may take.
-        limit_bytes: A recorded peak above it is answered as out of memory.
     """
-    session = open_session(recorded, sampler, number, budget_s, limit_bytes)
+    session = open_session(recorded, sampler, number, budget_s)
     while True:  # as the loop of a live search (planner/search/run.py)
         work = drawn(session, next_work(read_state(session), session.left_s, session.context.nproc))
         if work.kind == "end":
@@ -229,7 +226,9 @@ class TableRunner:
         graph = what_is_compiled(trial.config)
         as_now = min(trials, key=compile_s) if graph in self._compiled else self._cold[graph]
         self._compiled.add(graph)
-        return with_compile_s(trial, compile_s(as_now), as_now.warnings)
+        phases = trial.phase_seconds | {"compile": compile_s(as_now)}
+        spent_s = trial.seconds_spent - compile_s(trial) + compile_s(as_now)
+        return trial.model_copy(update={"phase_seconds": phases, "seconds_spent": spent_s, "warnings": as_now.warnings})
 
 
 def _median_s(trial: Trial) -> float:
@@ -240,13 +239,6 @@ def _median_s(trial: Trial) -> float:
 def compile_s(trial: Trial | None) -> float:
     """Seconds that a trial compiled; 0 of none."""
     return 0.0 if trial is None else trial.phase_seconds.get("compile", 0.0)
-
-
-def with_compile_s(trial: Trial, seconds: float, warnings: tuple[str, ...]) -> Trial:
-    """The trial as if it had compiled so long."""
-    phases = trial.phase_seconds | {"compile": seconds}
-    spent_s = trial.seconds_spent - compile_s(trial) + seconds
-    return trial.model_copy(update={"phase_seconds": phases, "seconds_spent": spent_s, "warnings": warnings})
 
 
 def answer(trial: Trial, number: int, limit_bytes: int) -> Trial:
@@ -308,25 +300,15 @@ class ReplaySession(Session):
         """What a table holds is no stall of now."""
 
     @property
-    def _has_hand_setting(self) -> bool:
-        return hand_setting(self) in self.model.legal
-
-    @property
     def hand_config(self) -> TrainingConfig | None:
         """Any other counts as looked at."""
-        return super().hand_config or (None if self._has_hand_setting else self.plain_config)
+        return super().hand_config or (None if hand_setting(self) in self.model.legal else self.plain_config)
 
 
-def open_session(
-    recorded: Recorded,
-    sampler: SamplerName,
-    number: int,
-    budget_s: float,
-    limit_bytes: int = LIMIT_BYTES,
-) -> Session:
-    """A session at its start."""
-    estimator = make_estimator(recorded, limit_bytes)
-    candidates = kept(recorded, estimator, limit_bytes)
+def open_session(recorded: Recorded, sampler: SamplerName, number: int, budget_s: float) -> Session:
+    """A session at its start; a recorded peak above LIMIT_BYTES is answered as out of memory."""
+    estimator = make_estimator(recorded, LIMIT_BYTES)
+    candidates = kept(recorded, estimator, LIMIT_BYTES)
     profile = recorded.profile
     spec = WorkloadSpec(
         kind="model", reference=recorded.name, name=recorded.name, identity=recorded.name,
@@ -337,14 +319,14 @@ def open_session(
         candidates, global_batch=recorded.global_batch, num_blocks=profile.num_blocks, device="cpu",
     )  # fmt: skip
     model = CandidateModel(
-        candidates, estimator, cost, memory_limit_bytes=limit_bytes, device="cpu",
+        candidates, estimator, cost, memory_limit_bytes=LIMIT_BYTES, device="cpu",
         slow_mode_limit_s=SLOW_MODE_SHARE * budget_s,
     )  # fmt: skip
     values = choices_of((*candidates, *recorded.plain))
     store = MemoryStore()
     known = {
         "spec": spec, "hardware": recorded.hardware, "device": "cpu", "nproc": 64, "probed": True, "profile": profile,
-        "memory_limit_bytes": limit_bytes, "host_limit_bytes": limit_bytes, "estimator": estimator,
+        "memory_limit_bytes": LIMIT_BYTES, "host_limit_bytes": LIMIT_BYTES, "estimator": estimator,
         "candidates": tuple(candidates), "facts": SimpleNamespace(training=None, step_s=None),
         "space": SimpleNamespace(values=values | {"micro_batch": [config.micro_batch for config in recorded.plain]}),
         "rough": lambda config: False, "variants": lambda *configs: (),
@@ -353,7 +335,7 @@ def open_session(
         "store": store,
         "zygote": None,
         "context": SimpleNamespace(**known),
-        "runner": TableRunner(recorded, store, number, limit_bytes),
+        "runner": TableRunner(recorded, store, number, LIMIT_BYTES),
     }
     return ReplaySession(
         options=options,

@@ -20,15 +20,14 @@ GLOBAL_BATCHES = {"gpt": 16, "llama_lora": 16, "vision": 32, "encoder_decoder": 
 """Samples of an optimizer step."""
 
 
-def case_spec(case: str, folder: Path, *, global_batch: int | None = None) -> WorkloadSpec:
+def case_spec(case: str, folder: Path) -> WorkloadSpec:
     """The workload of a case.
 
     Args:
         case: One of CASES.
         folder: Where a model's configuration may be written; it must outlive the spec.
-        global_batch: Samples of an optimizer step; None: the case's own.
     """
-    samples = global_batch or GLOBAL_BATCHES[case]
+    samples = GLOBAL_BATCHES[case]
     if case in FUNCTIONS:
         return make_spec(model=FUNCTIONS[case], global_batch=samples)
     path = folder / case / "config.json"

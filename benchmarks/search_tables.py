@@ -25,8 +25,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -121,38 +120,24 @@ def open_setup(table: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     return setup
 
 
-def drawn_order(count: int, number: int, seed: int) -> list[int]:
-    """The order of the candidates in a pass, drawn by the seed: each pass has its own."""
-    order = list(range(count))
-    random.Random(f"{seed}/pass/{number}").shuffle(order)
-    return order
-
-
-def left_to_run(
-    count: int, seed: int, done: Sequence[dict[str, Any]], *, processes: int, again: bool
-) -> Iterator[tuple[int, int]]:
-    """The runs that are not measured yet, as (pass, candidate), in the order in which they are to run.
-
-    With `again` also those that were disturbed the last time.
-    """
-    last = {(line["pass"], line["candidate"]): line["disturbed"] for line in done}
-    for number in range(processes):
-        for candidate in drawn_order(count, number, seed):
-            if (number, candidate) not in last or (again and last[number, candidate]):
-                yield number, candidate
-
-
 def record(
     runner: TrialRunner, setup: dict[str, Any], trials: RecordFile, *, limit_s: float = math.inf, again: bool = False
 ) -> int:
-    """Runs what is left, and appends a line for each trial; returns how many did not run within the time.
+    """Runs what is left (with `again` also what was disturbed the last time), and appends a line for each trial.
+
+    Returns how many did not run within the time.
 
     What something outside ended each time leaves no line: it is run when the recording is started again.
     """
     ends_at = time.monotonic() + limit_s
     configs = [TrainingConfig.model_validate(config) for config in setup["candidates"]]
     processes = processes_of(setup)
-    left = list(left_to_run(len(configs), setup["seed"], trials.documents, processes=processes, again=again))
+    last = {(line["pass"], line["candidate"]): line["disturbed"] for line in trials.documents}
+    left = []
+    for number in range(processes):
+        drawn = list(range(len(configs)))  # each pass has an order of its own, drawn by the seed
+        random.Random(f"{setup['seed']}/pass/{number}").shuffle(drawn)
+        left += [(number, one) for one in drawn if (number, one) not in last or (again and last[number, one])]
     skipped = 0
     for count, (number, candidate) in enumerate(left):
         if time.monotonic() > ends_at:
@@ -189,16 +174,6 @@ def line_of(number: int, candidate: int, trial: Trial) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def opened(table: Path) -> Iterator[RecordFile]:
-    """The trials of a table, to add to."""
-    file = RecordFile(table / TRIALS)
-    try:
-        yield file
-    finally:
-        file.close()
-
-
 def run(options: argparse.Namespace) -> int:
     """Begins or goes on with a table; returns how many of its trials are left."""
     table: Path = options.folder / f"{options.case}-{options.ranks}"
@@ -229,7 +204,7 @@ def run(options: argparse.Namespace) -> int:
                 host_limit_bytes=LIMIT_BYTES,
                 directory=scratch / "trials",
             )
-            with opened(table) as trials:
+            with closing(RecordFile(table / TRIALS)) as trials:
                 limit_s = math.inf if options.minutes is None else 60 * options.minutes
                 left = record(runner, setup, trials, limit_s=limit_s, again=options.again)
                 last = {(line["pass"], line["candidate"]): line["disturbed"] for line in trials.documents}

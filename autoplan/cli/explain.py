@@ -117,7 +117,7 @@ def _tried(plan: Plan, knob: str) -> list[dict[str, Any]]:
         groups.setdefault(getattr(trial.config, knob), []).append(trial)
     rates: dict[Any, list[float]] = {}
     for one in collect_runs(plan.evidence):
-        timed = [run.tokens_per_s.median for run in one.reported.runs if run.tokens_per_s is not None]
+        timed = [run.tokens_per_s.median for run in one.as_look.runs if run.tokens_per_s is not None]
         rates.setdefault(getattr(one.config, knob), []).extend([median(timed)] if timed else [])
     tried = []
     for value, trials in groups.items():

@@ -227,9 +227,6 @@ def candidate_rows(candidates: Sequence[Candidate]) -> Rows:
     rows: list[tuple[str, ...]] = []
     for candidate in candidates:
         said = candidate.prediction
-        if said is None:
-            rows.append((candidate.config.describe(), "unknown", "unknown", "", ""))
-            continue
         step = f"{format_seconds(said.step_time_s)} ({format_seconds(said.step_time_low_s)} to "
         step += f"{format_seconds(said.step_time_high_s)})"
         memory = f"{format_bytes(said.peak_memory_bytes)} (up to {format_bytes(said.peak_memory_high_bytes)})"
@@ -484,7 +481,7 @@ def pareto_front(plan: Plan) -> list[Point]:
     plan (`--objective memory --min-throughput SHARE`).
     """
     found = []
-    for runs in (one.reported for one in collect_runs(plan.evidence)):
+    for runs in (one.as_look for one in collect_runs(plan.evidence)):
         items = [run.items_per_step for run in runs.runs if run.items_per_step]
         rates = [run.tokens_per_s.median for run in runs.runs if run.tokens_per_s is not None]
         doubtful = runs.config != plan.config and any(run.loss_differs for run in runs.runs)

@@ -108,12 +108,7 @@ class PlainProgress(SearchObserver):
         self.say(f"{format_clock(budget.left_s)} left, {so_far}; next: {pieces.work_words(work, self.own)}")
 
     def on_trial_started(
-        self,
-        number: int,
-        purpose: str,
-        config: TrainingConfig,
-        prediction: Prediction | None,
-        budget: BudgetState,
+        self, number: int, purpose: str, config: TrainingConfig, prediction: Prediction | None, budget: BudgetState
     ) -> None:
         self._trial = f"trial {number}"
         self._started = self._said = time.monotonic()
@@ -212,12 +207,7 @@ class LiveProgress(PlainProgress):
         self.doing, self.running = pieces.work_words(work, self.own), ""
 
     def on_trial_started(
-        self,
-        number: int,
-        purpose: str,
-        config: TrainingConfig,
-        prediction: Prediction | None,
-        budget: BudgetState,
+        self, number: int, purpose: str, config: TrainingConfig, prediction: Prediction | None, budget: BudgetState
     ) -> None:
         self.remember(budget)
         detail = f"{self.running}, " if purpose == "claim" and self.running else ""

@@ -236,7 +236,7 @@ class Trial(Record):
 class Attempt(Record):
     """A run of a trial, or of another part of the search, that does not count: something outside ended it."""
 
-    part: str = Field(description="probe, inspect, trace, baseline, reference, search, finalist, parity")
+    part: str = Field(description="probe, inspect, trace, baseline, reference, search, finalist, parity, loader")
     number: int | None = Field(default=None, description="of the trial, where it was one")
     config: TrainingConfig | None = None
     reason: str = Field(description="how it ended, a sentence for people")
@@ -304,8 +304,8 @@ class Claim(Record):
     rounds: int = Field(description="rounds of runs side by side behind the speed-up; 0: single trials")
     chosen_from: int = Field(
         default=1,
-        description="the level of the interval is divided by it: the number of the claim; without rounds, how many "
-        "configurations the plan was the best of",
+        description="the level of the interval is divided by it: 1, 3, 6 and so on for the first, second and third "
+        "claim; without rounds, how many configurations the plan was the best of",
     )
     spread: float = Field(description="standard deviation between runs of one configuration, as a share")
     spread_repeats: int = Field(description="repeats that it was measured by; 0: assumed")

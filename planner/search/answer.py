@@ -40,25 +40,16 @@ ENDED = {
 
 @dataclass(kw_only=True)
 class SearchRun:
-    """One call of a search, and what is known of it by now: enough to say at any moment how it ended.
-
-    Attributes:
-        options, observer, store: What it was given.
-        budget_s: Seconds over all runs of the search.
-        devices: That this planner holds.
-        context: None until the machine and the workload are known.
-        session: None until trials can run.
-        finished_before: The end that the record had as this run began.
-    """
+    """One call of a search, and what is known of it by now: enough to say at any moment how it ended."""
 
     options: SearchOptions
     observer: SearchObserver
     store: Store
-    budget_s: float
-    devices: int = 1
-    context: SearchContext | None = None
-    session: Session | None = None
-    finished_before: Mapping[str, Any] | None = None
+    budget_s: float  # over all runs of the search
+    devices: int = 1  # that this planner holds
+    context: SearchContext | None = None  # None until the machine and the workload are known
+    session: Session | None = None  # None until trials can run
+    finished_before: Mapping[str, Any] | None = None  # the end that the record had as this run began
 
     def finish(self, status: Status, reason: str, hint: str, *, ended_by: str = "time") -> SearchResult:
         """Ends the search without a plan: the record keeps it, so that the same call is answered from there.
@@ -77,11 +68,11 @@ class SearchRun:
 
     def result(self, status: Status, **facts: Any) -> SearchResult:
         """The result, with the trials of the store; `facts` are further fields of it."""
-        trials = self.store.trials
+        trials, spec = self.store.trials, self.workload
         best = best_trial(trial for trial in trials if not trial.loss_differs)
         if facts.get("plan") is not None:
             drop_unverified(self)
-        elif (path := keep_unverified(self, ENDED.get(status, "the search ended"), self.options.out)) is not None:
+        elif (path := keep_unverified(self, ENDED.get(status, "the search ended"))) is not None:
             facts |= {"unverified_path": path, "reason": f"{facts.get('reason')}. The best so far is in {path}"}
         facts.setdefault("left_out", () if self.context is None else self.context.left_out)
         facts.setdefault("notes", () if self.session is None else tuple(self.session.notes))
@@ -89,7 +80,7 @@ class SearchRun:
         return SearchResult(
             status=status,
             baseline=next(good, None) if self.session is None else self.session.baseline,
-            own_setting=(self.workload if self.context is None else self.context.spec).own_setting,
+            own_setting=spec.own_setting,
             best=best,
             trials=trials,
             ledger=self.store.ledger,
@@ -98,7 +89,7 @@ class SearchRun:
             budget_s=self.budget_s,
             device_hours=self.device_hours,
             spent_s=self.store.spent_s,
-            unit=self.workload.unit,
+            unit=spec.unit,
             study=self.store.identity,
             store=str(self.store.folder),
             **facts,
@@ -144,8 +135,8 @@ class SearchRun:
 # The best so far, as a plan that nobody verified.
 
 
-def keep_unverified(run: SearchRun, ended: str, out: str | Path | None = None) -> str | None:
-    """Writes it to the store and beside `out`, and returns where; never where the search found a verified plan.
+def keep_unverified(run: SearchRun, ended: str) -> str | None:
+    """Writes it to the store and beside --out, and returns where; never where the search found a verified plan.
 
     What goes wrong is a note: no end of a search becomes another one by it.
     """
@@ -156,19 +147,20 @@ def keep_unverified(run: SearchRun, ended: str, out: str | Path | None = None) -
         plan = None if session is None else _best_so_far(session, f"{ended} before it had verified a plan")
         if plan is not None:
             path = plan.save(kept, private=True)
-        elif session is not None:
-            kept.unlink(missing_ok=True)  # it failed its parity check since
+        elif session is not None and session.baseline is not None:
+            drop_unverified(run)  # it failed its parity check since
+            kept.unlink(missing_ok=True)  # also what cannot be read
         elif kept.exists():
             plan, path = Plan.load(kept), kept
-        if plan is not None and out is not None:
-            path = plan.save(_beside(out))
+        if plan is not None and run.options.out is not None:
+            path = plan.save(_beside(run.options.out))
     except Exception as error:
         run.observer.on_note(f"the best so far could not be written as a plan: {error}")
     return None if path is None else str(path)
 
 
 def drop_unverified(run: SearchRun) -> None:
-    """Removes what an earlier run of the search left: there is a verified plan now."""
+    """Removes what an earlier run of the search left: there is a verified plan now, or it failed its check."""
     paths = [run.store.folder / PLAN_FILE, *([] if run.options.out is None else [run.options.out])]
     for path in map(_beside, paths):
         try:
@@ -278,13 +270,12 @@ def _earlier_plan(run: SearchRun, plan: Plan, why: str) -> SearchResult:
 
 def plan_found(run: SearchRun, plan: Plan, ended_by: str) -> SearchResult:
     """A verified plan: written to the store, and where the options say."""
-    path = plan.save(run.store.folder / PLAN_FILE, private=True)
-    if run.options.out is not None:
-        path = plan.save(run.options.out)
+    plan.save(run.store.folder / PLAN_FILE, private=True)
+    path = _place(run, plan)
     run.store.share_plan()
     if not run.did_not_run:
         run.store.finish("plan_found", ended_by=ended_by)
-    return run.result("plan_found", plan=plan, plan_path=str(path))
+    return run.result("plan_found", plan=plan, plan_path=path)
 
 
 def did_not_run(run: SearchRun, what: str) -> SearchResult:
@@ -310,10 +301,10 @@ def budget_ended(run: SearchRun, before: str, *, needed_s: float | None = None) 
     The hint names a budget, twice the one that ended, or `needed_s` where that is more; and what is tried next, once
     something was measured.
     """
-    minutes = max(1, math.ceil(max(2 * run.budget_s, needed_s or 0.0) / 60))
-    more = f"--budget {minutes}m"
+    more_s = max(2 * run.budget_s, needed_s or 0.0)
+    more = f"--budget {max(1, math.ceil(more_s / 60))}m"
     if run.device_hours is not None:
-        more = f"--max-device-hours {2 * run.device_hours:g}"
+        more = f"--max-device-hours {more_s * run.devices / HOUR_S:g}"
     hint = f"Give it more time, for example {more}; what finished is not repeated."
     best = None if run.session is None else run.session.best
     if run.session is not None and best is not None and best.step_time_s is not None:

@@ -43,8 +43,6 @@ LEAST_CHANCE = 0.05
 LEAST_LEAD = 0.01
 """How far below the best log step time a candidate's optimistic end must be, for it to be able to win."""
 
-OPTIMISM_Z = 1.645
-
 FEWEST_LOOKS = 3
 """Before so many looks no candidate is taken to be unable to win: one look in a slow moment has moved all predictions
 so far that a search with 60 s ended after 22 s."""
@@ -61,25 +59,16 @@ configurations of a GPT-2, whose cores changed by a factor of two in ten minutes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assessment:
-    """The present knowledge of the candidates; arrays over the candidates.
-
-    Attributes:
-        posterior: Step time, and the chances to fit and to run.
-        untried: Whether a candidate has no finished trial yet, and its turn has come (`wait_for_the_leader`).
-        cost_s: Expected seconds of a trial.
-        wanted: What the next trial should lower: the posterior, unless something other than throughput is looked for.
-        best: The best of it that was measured, as a logarithm; None: nothing was.
-        early: There were fewer than FEWEST_LOOKS looks.
-        later: Whose turn comes after all others: a number of threads of its own, while other work disturbs each trial.
-    """
+    """The present knowledge of the candidates; arrays over the candidates."""
 
     posterior: Posterior
-    untried: NDArray[np.bool_]
-    cost_s: Array
-    wanted: Posterior
-    best: float | None
-    early: bool = False
+    untried: NDArray[np.bool_]  # no finished trial yet, and its turn has come (`wait_for_the_leader`)
+    cost_s: Array  # expected seconds of a trial
+    wanted: Posterior  # what the next trial should lower: the posterior, unless not throughput is looked for
+    best: float | None  # the best of it that was measured, as a logarithm; None: nothing was
+    early: bool = False  # there were fewer than FEWEST_LOOKS looks
     later: NDArray[np.bool_] | None = None
+    """Whose turn comes after all others: a number of threads of its own, while other work disturbs each trial."""
 
 
 class CandidateModel:
@@ -87,13 +76,12 @@ class CandidateModel:
 
     Args:
         candidates: The legal configurations that may fit.
-        estimator: The cost model, which each trial calibrates.
-        cost: What trials cost in seconds.
+        estimator, cost: The cost model, which each trial calibrates, and what trials cost in seconds.
         memory_limit_bytes: Of one trial.
         device: cuda or cpu.
         allows: Whether a configuration may be the plan. One that it refuses (the baseline) is no target to beat.
-        objective: What the search looks for.
         slow_mode_limit_s: What a compilation in a slow mode may be expected to take.
+        objective: What the search looks for.
     """
 
     def __init__(
@@ -112,7 +100,6 @@ class CandidateModel:
         self._places = {config: place for place, config in enumerate(self.candidates)}
         self.legal = self._places.keys()
         self.estimator = estimator
-        self.memory_limit_bytes = memory_limit_bytes
         self.trials: list[Trial] = []
         self.out_of_turn: set[TrainingConfig] = set()
         self._elsewhere: frozenset[TrainingConfig] = frozenset()
@@ -190,12 +177,13 @@ class CandidateModel:
             each = [Prior.of(self.estimator.table([trial.config])) for trial in self.trials]
             trial_prior = Prior.joined(each) if each else prior
             posterior = self._surrogate.posterior(prior, self._at_one_pace, trial_prior, self._failed)
+            steps = (trial.step_time_s for trial in self._believed(posterior))
             self._assessment = Assessment(
                 posterior=posterior,
                 untried=np.array([config not in tried for config in self.candidates]) & ~self.wait_for_the_leader(),
                 cost_s=self.trial_cost.all_s(self.pace * np.exp(posterior.log_time)),
                 wanted=posterior,
-                best=self._best_log_s(posterior),
+                best=min((math.log(step.median) for step in steps if step is not None), default=None),
                 early=sum(trial.purpose == "search" for trial in self.trials) < FEWEST_LOOKS,
                 later=self._sets_threads if is_under_load(self.trials) else None,
             )
@@ -209,19 +197,9 @@ class CandidateModel:
         """
         for trial in self._at_one_pace:
             step, place = trial.step_time_s, self._places.get(trial.config)
-            if (
-                trial.outcome is Outcome.OK
-                and step is not None
-                and not trial.is_repeat
-                and self._may_lead(trial.config)
-            ):
+            if trial.outcome is Outcome.OK and step is not None and self._may_lead(trial.config):
                 factor = 1.0 if place is None else math.exp(float(posterior.log_time[place])) / step.median
                 yield trial.at_pace(factor)
-
-    def _best_log_s(self, posterior: Posterior) -> float | None:
-        """The logarithm of the least of these step times; None: nothing ran."""
-        steps = (trial.step_time_s for trial in self._believed(posterior))
-        return min((math.log(step.median) for step in steps if step is not None), default=None)
 
     def _as_wanted(self, now: Assessment) -> Assessment:
         """The assessment as the objective sees it.
@@ -241,9 +219,8 @@ class CandidateModel:
     def wait_for_the_leader(self) -> NDArray[np.bool_]:
         """The candidates in a slow mode of the compiler whose other knobs are not those of the fastest trial so far.
 
-        Such a mode tunes for minutes, and gains a few percent over the default one: it is for the leader alone, and
-        for a budget in which it takes a small part. One that has no candidate beside it in another mode (the user
-        fixed the mode) does not wait.
+        Such a mode tunes for minutes for a few percent: it is for the leader alone, where it takes a small part of the
+        budget. One without a candidate beside it in another mode (the user fixed the mode) does not wait.
         """
         waits = np.zeros(len(self.candidates), dtype=np.bool_)
         best = self.best_trial()
@@ -269,17 +246,18 @@ class CandidateModel:
 
     def cost_s(self, config: TrainingConfig) -> float:
         """Expected seconds of a trial of this configuration."""
-        return self.trial_cost.one_s(config, self.pace * float(self.estimator.table([config]).step_time_s[0]))
+        return self.trial_cost.one_s(config, self.step_s(config))
+
+    def step_s(self, config: TrainingConfig) -> float:
+        """Expected seconds of a step on the cores of now, by the cost model."""
+        return self.pace * float(self.estimator.table([config]).step_time_s[0])
 
     def hopeful(self) -> NDArray[np.bool_]:
         """Which candidates are untried and can still win."""
         return prospects(self.assess())[1]
 
     def ranking(self, time_left_s: float = math.inf) -> list[TrainingConfig]:
-        """The candidates in the order in which they would be next if no trial taught anything new.
-
-        Only those that can win, and whose trial fits in the time left.
-        """
+        """What would be next, best first, if no trial taught anything new: it can win, and fits in the time left."""
         now = self.assess()
         gain, wanted = next_looks(now)
         return [self.candidates[index] for index in ordered(now, gain, wanted & (now.cost_s <= time_left_s))]
@@ -330,7 +308,7 @@ def prospects(now: Assessment) -> tuple[Array, NDArray[np.bool_]]:
     if best is None:  # nothing measured yet: the fastest prediction that fits for sure
         return chance * np.exp(posterior.log_time.min() - posterior.log_time), now.untried
     gain = expected_improvement(posterior, best)
-    optimistic = posterior.log_time - OPTIMISM_Z * posterior.log_time_sd
+    optimistic = posterior.log_time - Z_90 * posterior.log_time_sd
     can_win = (optimistic < best - LEAST_LEAD) & (chance > LEAST_CHANCE) & (gain > LEAST_GAIN)
     return gain, now.untried & can_win
 
@@ -354,20 +332,16 @@ def ordered(now: Assessment, gain: Array, wanted: NDArray[np.bool_]) -> list[int
 def find_untried(
     model: CandidateModel, found: TrainingConfig, step_time_s: float, *, drawn: bool = False
 ) -> Untried | None:
-    """The next look with all the time it needs; None where all candidates were tried.
+    """The next look with all the time it needs, by the surrogate's posterior; None where all candidates were tried.
 
     Where none could still win, or another sampler draws: the untried candidate with the largest expected gain. None too
-    where memory is looked for: there every second trial looks for speed, so that one figure does not say what the next
-    one is for.
+    where memory is looked for: every second trial looks for speed, so that one figure does not say what the next is
+    for. The chance that any is better is larger than that of one, and not known: their errors belong together.
 
     Args:
         model: Of the candidates, after all trials.
-        found: The configuration that they are compared with: the plan's, or the best so far.
-        step_time_s: Of it, at the pace of the first trial.
+        found, step_time_s: What they are compared with, the plan or the best so far; at the pace of the first trial.
         drawn: Another sampler draws the looks.
-
-    The figures are those of the surrogate's posterior, which the trials have calibrated. The chance that any of the
-    untried is better is larger than that of one, and not known: their errors belong together.
     """
     known = model.assess()
     if model.objective.name == "memory" or not known.untried.any():
@@ -375,12 +349,9 @@ def find_untried(
     posterior = known.wanted
     best = math.log(step_time_s * devices_of(model.objective, found))
     ranking = [] if drawn else model.ranking()
-    tried_next: bool | None = True
-    if ranking:
-        first = model.candidates.index(ranking[0])
-    else:
-        first = int(np.argmax(np.where(known.untried, expected_improvement(posterior, best), -1.0)))
-        tried_next = None if drawn else False
+    gain = expected_improvement(posterior, best)
+    first = model.candidates.index(ranking[0]) if ranking else int(np.argmax(np.where(known.untried, gain, -1.0)))
+    tried_next = None if drawn else bool(ranking)
     mean, sd = float(posterior.log_time[first]), float(posterior.log_time_sd[first])
     runs = float(posterior.fits[first] * posterior.works[first])
     better = float(normal_cdf(np.array([(best - mean) / sd]))[0])

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 from autoplan.planner.records.trials import Claim, ClaimRounds, Interval, Outcome, Trial
 from autoplan.planner.search.selection import CandidateRuns, in_slices, match_rounds, speed_ratio
@@ -32,20 +32,11 @@ ROUNDS_AGAIN = 2
 """So many rounds in which a run was disturbed are made again."""
 
 SLOWER = "it was measured slower"
-"""Why there is no claim if the interval lies below 1."""
-
 NOT_TOLD_APART = "no win is claimed: the runs do not tell the two apart"
-"""Why there is no claim if the interval contains 1."""
-
 NO_ROUNDS = "no win is claimed: it rests on the runs that chose the plan, since no rounds were made after the choice"
-"""Why there is no claim without rounds of its own: the best of many looks faster than it is."""
-
 FEW_ROUNDS = "no win is claimed: the time ended after one round, and a claim has two at the least"
-"""Why there is none with one round: a disturbed run could not be told from a slow configuration."""
-
-DRIFT_SPREADS = 3.0
-"""A look and the rounds after it that are further apart than so many spreads between runs were not made on the same
-machine: it drifted, or the look had a moment of its own."""
+"""Why there is no claim: the interval lies below 1, or contains it; the best of many looks is lucky; with one round a
+disturbed run could not be told from a slow configuration."""
 
 INTERVAL_SHARE = 0.25
 """Half the interval of a claim should be at most so much of the gain that the choice believed in. With a half, a small
@@ -58,28 +49,19 @@ WANTED_HALF_WIDTH = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A configuration against a reference.
+    """A configuration against a reference."""
 
-    Attributes:
-        candidate, reference: With the runs that were compared (`counted`).
-        speedup: Tokens/s of the candidate over the reference's.
-        claim: Whether that is a claim.
-    """
-
-    candidate: CandidateRuns
+    candidate: CandidateRuns  # with the runs that were compared (`counted`)
     reference: CandidateRuns
-    speedup: Interval
+    speedup: Interval  # tokens/s of the candidate over the reference's
     claim: Claim
 
 
 def rounds_needed(spread: Spread, log_gain: float, sd: float = 0.0) -> int:
-    """How many rounds show a gain of this size, by what is known of the spread before the first of them.
+    """How many rounds show a gain of this logarithm (`sd`: its standard deviation), by INTERVAL_SHARE.
 
-    Half the interval is then at most INTERVAL_SHARE of the gain, or MOST_ROUNDS are made. (In slices the interval is
-    that of a mean, which is narrower than is reckoned here: rounds there differ by more on some machines.) The gain is
-    that of the runs that the choice was made by, so that the number of rounds does not depend on the claim's own runs.
-    Where even MOST_ROUNDS leave half an interval wider than the gain may be (`sd`: its standard deviation),
-    ROUNDS_WITHOUT_HOPE are enough.
+    By what is known before the first of them, so that their number does not depend on how they come out. (In slices the
+    interval is that of a mean, narrower than is reckoned here: rounds there differ by more on some machines.)
     """
     wanted = max(abs(log_gain) * INTERVAL_SHARE, WANTED_HALF_WIDTH)
     if half_width(spread, MOST_ROUNDS) > max(abs(log_gain) + sd, WANTED_HALF_WIDTH):
@@ -97,32 +79,22 @@ def rounds_kept(spread: Spread) -> int:
     Two where runs differ by up to 10 % and in slices, five at 20 %: there two rounds show nothing, whatever was found.
     """
     rounds = range(LEAST_ROUNDS, MOST_ROUNDS)
-    return next((r for r in rounds if half_width(spread, r, mean=spread is SLICED) <= SHOWN_GAIN), MOST_ROUNDS)
+    return next((r for r in rounds if half_width(spread, r, mean=spread == SLICED) <= SHOWN_GAIN), MOST_ROUNDS)
 
 
-@lru_cache(maxsize=256)
-def shown_by(spread: Spread, rounds: int) -> tuple[float, float]:
-    """What rounds in slices have to measure to show a gain, and the standard deviation of what they measure.
-
-    Both are of natural logarithms: half the interval of their mean, and by how much the mean scatters.
-    """
-    deviation, _ = spread.of_ratio()
-    half = half_width(spread, rounds, squares=(rounds - 1) * deviation**2, mean=True)  # they differ as runs do
-    return half, deviation / math.sqrt(rounds)
-
-
-def expected_to_show(spread: Spread, rounds: int, gain: float, sd: float = 0.0) -> float:
+def expected_to_show(rounds: int, gain: float, sd: float = 0.0) -> float:
     """The expected logarithm of the speed-up that rounds in slices show; what they do not show is no gain.
 
     Args:
-        spread: Between runs of a round.
         rounds: How many.
         gain: What is believed of the logarithm of the speed-up.
         sd: How well that is known: one that may be twice as large is worth rounds, though it would not be as it is.
     """
-    half, scatter = shown_by(spread, rounds)
+    deviation, _ = SLICED.of_ratio()
+    half = half_width(SLICED, rounds, squares=(rounds - 1) * deviation**2, mean=True)  # they differ as runs do
+    measured = NormalDist(sigma=deviation / math.sqrt(rounds))
     gains = [max(0.0, gain + z * sd) for z in _QUANTILES]
-    return sum(one * 0.5 * (1 + math.erf((one - half) / (scatter * math.sqrt(2)))) for one in gains) / len(gains)
+    return fmean(one * measured.cdf(one - half) for one in gains)
 
 
 _QUANTILES = tuple(NormalDist().inv_cdf((place + 0.5) / 9) for place in range(9))
@@ -162,13 +134,12 @@ def compare(
     Args:
         candidate, reference: With their runs.
         spread: Between runs on this device, `measured_spread`, where they did not share it in slices.
-        chosen_from: How many configurations were measured. It matters where there are no rounds of the claim's own:
-            the interval is then that of the best of so many looks, and nothing is claimed.
-        claim: The claim whose rounds count; None: there is none. Of a second claim (a search that went on with a larger
-            budget) the level is divided by two, and so on: whoever stops as soon as a claim holds has had several
-            chances.
-        paces: How many times as long a step took at the first run of each because of its core. Looks are compared as if
-            that were equal; side by side it is.
+        chosen_from: How many configurations were measured. Without rounds of the claim the interval is that of the
+            best of so many looks, and nothing is claimed.
+        claim: The claim whose rounds count; None: there is none. Whoever stops as soon as a claim holds has had several
+            chances: the level of the k-th is divided by k (k + 1) / 2, so that all of them together are never wrong
+            more often than twice the level of one.
+        paces: How many times as long a step took in the look of each for its core; side by side it is equal.
     """
     if candidate.config == reference.config:
         return _same(candidate, reference, spread)
@@ -180,7 +151,7 @@ def compare(
         disturbed = None if enough else next(run.disturbed for pair in pairs for run in pair if run.disturbed)
         candidate = replace(candidate, counted=tuple(pair[0] for pair in used))
         reference = replace(reference, counted=tuple(pair[1] for pair in used))
-        rounds, chosen_from = len(used), claim.number
+        rounds, chosen_from = len(used), claim.number * (claim.number + 1) // 2
     else:
         candidate, reference = match_rounds(candidate, reference)
         runs = (*candidate.runs, *reference.runs)
@@ -219,37 +190,10 @@ def compare(
 def is_no_gain(comparison: Comparison) -> bool:
     """True if the rounds of a claim, undisturbed, show no gain, or if the runs that were compared were slower.
 
-    Rounds that were disturbed, and runs of the choice, do not show that a gain is within noise. But what ran slower
-    than the reference is no gain, whatever is expected of it.
+    Disturbed rounds, and runs of the choice, do not show that a gain is within noise.
     """
     within_noise = comparison.claim.why_not in (SLOWER, NOT_TOLD_APART) and bool(comparison.candidate.counted)
     return within_noise or comparison.speedup.median < 1.0
-
-
-def drift(comparison: Comparison) -> str | None:
-    """A sentence if the rounds of a claim differ from the looks that led to it by more than runs do; else None.
-
-    The claim is not touched by it: both sides of a round are run side by side.
-    """
-    ratios, spread, slices = [], comparison.claim.spread, False
-    sides = {"the plan's": comparison.candidate}
-    if comparison.reference is not comparison.candidate:
-        sides["the baseline's"] = comparison.reference
-    for whose, runs in sides.items():
-        look = runs.first.step_time_s
-        if not runs.counted or runs.first in runs.counted or look is None or runs.first.beside:  # another load
-            continue
-        ratio = runs.step_time.median / look.median
-        if abs(math.log(ratio)) > DRIFT_SPREADS * math.hypot(spread, spread / math.sqrt(len(runs.counted))):
-            ratios.append(f"{whose} step took {ratio:.2f} times as long")
-            slices = slices or (ratio > 1 and in_slices(runs))
-    if not ratios:
-        return None
-    why = "this machine drifted, or a step takes longer in slices of time" if slices else "this machine drifted"
-    return (
-        f"{why}: in the rounds of the claim {' and '.join(ratios)} as in the first look. The speed-up is that of the "
-        "rounds, in which both were run side by side"
-    )
 
 
 def _same(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread) -> Comparison:

@@ -19,13 +19,7 @@ HOUR_S = 3600.0
 
 
 def devices_held(options: SearchOptions, device: Literal["cuda", "cpu"], nproc: int) -> int:
-    """How many devices one planner of the search holds.
-
-    Args:
-        options: Of the search.
-        device: cuda or cpu.
-        nproc: The largest number of ranks.
-    """
+    """How many devices one planner of a search on cuda or cpu holds, whose largest number of ranks is `nproc`."""
     return nproc if device == "cuda" else options.layout[0]
 
 
@@ -41,12 +35,9 @@ def alone_s(options: SearchOptions, devices: int) -> float:
 
 
 def budget_s(options: SearchOptions, stored_s: float | None, devices: int) -> float:
-    """The budget of a search in seconds: what is given, at most what --max-device-hours allow; those alone are one too.
+    """The budget in seconds: what is given, else `stored_s` of an earlier run, at most what --max-device-hours allow.
 
-    Args:
-        options: Of the search.
-        stored_s: The budget of an earlier run; None: there is none.
-        devices: That it holds.
+    Those alone are a budget too.
     """
     limit_s = alone_s(options, devices)
     if options.budget_s is None and limit_s < math.inf:
@@ -64,6 +55,6 @@ def describe_limit(options: SearchOptions, devices: int) -> str:
 
 
 def describe_used(ledger: Iterable[WorkLine], options: SearchOptions) -> str:
-    """`its pieces of work took 0.42 of 0.5 device-hours`."""
+    """`the pieces of work took 0.42 of 0.5 device-hours`."""
     used, limit = used_s(ledger) / HOUR_S, options.max_device_hours or 0.0
     return f"the pieces of work took {format_number(used)} of {format_number(limit)} device-hours"

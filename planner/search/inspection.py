@@ -41,25 +41,15 @@ CHECK_LEAST_S, CHECK_MOST_S = 20.0, 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Means:
-    """The means that every piece of the setup is made with.
-
-    Attributes:
-        options: What the search is asked for.
-        zygote: Where ranks are started.
-        observer: Its methods are called with what happens.
-        saved: Where the study keeps its hardware profile: every run of a search uses the same one.
-        budget_s: Of the whole search.
-        left_s: How much of it is left now, in seconds; None: all of it.
-        on_attempt: Is called for each run that something outside ended, with the part of the search that it was.
-    """
+    """The means that every piece of the setup is made with."""
 
     options: SearchOptions
-    zygote: Zygote
+    zygote: Zygote  # where ranks are started
     observer: SearchObserver
-    saved: Path | None = None
-    budget_s: float = DEFAULT_BUDGET_S
-    left_s: Callable[[], float] | None = None
-    on_attempt: Callable[[str, ProcessReport], None] = lambda part, report: None
+    saved: Path | None = None  # where the study keeps its hardware profile: every run of a search uses the same one
+    budget_s: float = DEFAULT_BUDGET_S  # of the whole search
+    left_s: Callable[[], float] | None = None  # how much of it is left now; None: all of it
+    on_attempt: Callable[[str, ProcessReport], None] = lambda part, report: None  # of runs ended from outside
 
     @property
     def time_s(self) -> float:
@@ -92,9 +82,7 @@ def look_at(
 def inspect(
     means: Means, hardware: HardwareProfile, device: str, ranks: int, memory_limit_bytes: int | None
 ) -> WorkloadFacts:
-    """The workload's facts, from a rank.
-
-    What it allows of several ranks is among them, where there may be several, or one is asked for by name.
+    """The workload's facts, from a rank; of several ranks too, where there may be several or one is asked for by name.
 
     Where the loss alone takes too much memory, the facts without it do: the trials find a micro-batch that fits, and
     the parity check looks at the loss again.
@@ -154,7 +142,8 @@ def check_loader(means: Means, loader: LoaderSpec, samples: int, memory_limit_by
         total_deadline_s=min(max(means.time_s, CHECK_LEAST_S), CHECK_MOST_S),
         memory_limit_bytes=memory_limit_bytes,
     )
-    runs = run_again(means.zygote, task)
+    attempted = partial(means.on_attempt, "loader")
+    runs = run_again(means.zygote, task, on_attempt=attempted, left_s=lambda: means.time_s)
     report = runs.report
     if report.ended is Ended.FINISHED:
         wrong = report.ranks[0].result

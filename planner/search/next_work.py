@@ -2,22 +2,13 @@
 
     work = next_work(state, left_s)
 
-In: a `State`, what is known now, and the seconds that are left. Out: a `Work`, the next piece: what it is, what it is
-expected to cost and to gain, and what it was preferred to. Nothing else in a search decides what runs next.
+In: a `State`, what is known now, and the seconds that are left. Out: the next piece of `Work`, with what it is expected
+to cost and to gain, and what it was preferred to. Nothing else in a search decides what runs next. docs/search.md says
+what each piece gains (in the natural logarithm of the plan's speed-up), and the one constraint.
 
-The unit of gain is the expected natural logarithm of the speed-up of the plan that is handed over. A look (the first
-trial of a configuration) gains its expected improvement times the chances to fit and to run; a pair (two configurations
-side by side) gains by the chance that the choice between them is wrong now; a parity check by the chance that the
-leader fails it and the time spent around it was lost; a probe or a trace by the looks that it spares.
-
-No piece has a share of the budget. There is one constraint: after a piece, the time that is left must hold what the
-leader still needs, and what the configuration needs that the piece may make the leader: its parity check and the rounds
-of the claim (two, and more where runs differ much). Further rounds show a small gain: a piece that takes their time is
-made if the gain that is shown at the end is expected to be no less with it. The baseline needs nothing: it is the plan
-if nothing faster is found.
-If the budget holds no look with its claim (the baseline alone takes a third of it), looks and the parity check go on
-without one: a checked plan whose speed-up rests on single looks is worth more than none. Where looks with a claim were
-made and the baseline leads, it is the plan: what a last look finds could not be proved.
+If the budget has no room for a claim, looks and the parity check go on without one: a checked plan whose speed-up rests
+on single looks is worth more than none. Where looks with a claim were made and the baseline leads, it is the plan: what
+a last look finds could not be proved.
 """
 
 from __future__ import annotations
@@ -31,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.planner.search.claim import LEAST_ROUNDS, expected_to_show
-from autoplan.planner.trials.measure import SLICED
 from autoplan.strategies.config import TrainingConfig
 
 Array = NDArray[np.float64] | np.float64
@@ -43,17 +33,14 @@ LEAST_PAIR_GAIN = 0.003
 """A pair that is expected to gain less (as a share of the speed) is not made: the two are the same to a user."""
 
 SPARED_LOOKS = 3.0
-"""A probe, or the trace of the next candidates' variants, spares about so many looks at candidates that the rough
-predictions have wrong: it is made if it costs less than these, with those before it since the last look. Assumed: in
-replays a search without timed operations needed 1 to 6 looks more. (A resnet had three traces, 15 of its 60 s, before
-its first look.)"""
+"""A probe, or a trace for the next candidates, is made if it costs less than so many looks, with those since the last
+look. Assumed: in replays a search without timed operations needed 1 to 6 looks more."""
 
 ALONE: Sequence[Kind] = ("baseline", "claim", "end")
 """Work during which no other planner of the study has any: what all others wait for, and what rests on all of it."""
 
 BESIDE: Sequence[Kind] = ("look", "hand setting")
-"""What may run on a part of the machine beside others of its kind (--side-by-side). All else runs alone: what a choice
-or a claim rests on, and what measures the machine."""
+"""What may run on a part of the machine beside others of its kind (--side-by-side). All else runs alone."""
 
 HAND_GAIN = 0.05
 """The gain of the hand setting, if its own expected gain is less: it shows how the plan compares with what a careful
@@ -77,40 +64,23 @@ Chosen: rounds scatter by about as much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """A piece of work that could be next.
-
-    Attributes:
-        kind: What it is.
-        config: Whose; None: it is not of one configuration, or the sampler draws it.
-        gain: Expected gain in the logarithm of the plan's speed.
-        cost_s: Expected seconds.
-        needs_s: Seconds that its configuration needs afterwards if it leads then: its parity check and the claim.
-        check_s: Of these, its parity check.
-        why: A clause for people, after "because".
-        devices: How many it takes.
-    """
+class Work:
+    """A piece of work: one that could be next, or that is."""
 
     kind: Kind
-    config: TrainingConfig | None = None
-    gain: float = 0.0
-    cost_s: float = 0.0
-    needs_s: float = 0.0
-    check_s: float = 0.0
-    why: str = ""
-    devices: int = 1
-
-    @property
-    def score(self) -> float:
-        """The score that the pieces are compared by."""
-        return float(score(np.float64(self.gain), np.float64(self.cost_s)))
+    config: TrainingConfig | None = None  # None: it is not of one configuration, or the sampler draws it
+    gain: float = 0.0  # expected, in the logarithm of the plan's speed
+    cost_s: float = 0.0  # expected seconds
+    needs_s: float = 0.0  # that its configuration needs afterwards if it leads then: its parity check and the claim
+    check_s: float = 0.0  # of these, its parity check
+    why: str = ""  # a clause for people, after "because"
+    devices: int = 1  # how many it takes
+    over: str = ""  # what it was preferred to; empty: there was nothing else
+    ended_by: EndedBy = "nothing_left"  # why no further look is made, were there none after it
 
     @property
     def key(self) -> str | None:
-        """The name under which a planner claims it; None: each planner of a study does it for itself.
-
-        Of a look that is not drawn yet it is not known.
-        """
+        """The name under which one planner of a study claims it; None: each does it for itself, or it is not drawn."""
         kind = "look" if self.kind == "hand setting" else self.kind  # it is a look like any other
         if kind in ("look", "parity") and self.config is not None:
             return f"{kind} {self.config.model_dump_json(exclude_defaults=True)}"
@@ -123,32 +93,13 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work(Option):
-    """The next piece of work.
-
-    Attributes:
-        over: What it was preferred to; empty: there was nothing else.
-        ended_by: Of the kind "end": why no further look is made.
-    """
-
-    over: str = ""
-    ended_by: EndedBy = "nothing_left"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ShownGain:
-    """What the rounds of the leader's claim, in slices, are expected to show, by the time that they have.
+    """What the rounds of the leader's claim, in slices, are expected to show, by the time that they have."""
 
-    Attributes:
-        gain, sd: The logarithm of the leader's speed-up, as it is believed now, and how well it is known.
-        round_s: Expected seconds of a round.
-        most: So many rounds are made if there is time.
-    """
-
-    gain: float
-    round_s: float
-    most: int
-    sd: float = 0.0
+    gain: float  # the logarithm of the leader's speed-up, as it is believed now
+    round_s: float  # expected, of a round
+    most: int  # so many rounds are made if there is time
+    sd: float = 0.0  # of `gain`: how well it is known
 
     def within(self, left_s: float, more: float = 0.0) -> float:
         """The expected logarithm of the speed-up that is shown in so many seconds; what is not shown is no gain.
@@ -156,61 +107,35 @@ class ShownGain:
         `more` is added to the gain: what a piece that runs first is expected to find.
         """
         rounds = min(self.most, math.floor(left_s / max(self.round_s, 1e-9)))
-        return expected_to_show(SLICED, rounds, self.gain + more, self.sd) if rounds >= LEAST_ROUNDS else 0.0
+        return expected_to_show(rounds, self.gain + more, self.sd) if rounds >= LEAST_ROUNDS else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """The facts that are known when the next piece is chosen.
+    """The facts that are known when the next piece is chosen."""
 
-    Attributes:
-        baseline: The baseline as a piece of work; None: it has run, or does not run here.
-        looks: Untried configurations that can still win, the best score first.
-        sharpen: Probes and traces that the first of them waits for.
-        sharpened_s: What probes and traces since the last look took.
-        hand: The look at the hand setting; None: it was made, or there is no leader to compare with it yet.
-        check: The parity check of the leader; None: it passed, or the leader is the baseline.
-        pairs: The leader beside each configuration that the bound does not put behind it.
-        leader_needs_s: What the leader still needs: its parity check and the rounds of the claim; 0 for the baseline.
-        claim: The claim of the leader, to be made or gone on with; None: it is made, or there is nothing to claim.
-        shown: What its claim is expected to show; None: there is none to be begun, or more rounds than the fewest show
-            no more.
-        claim_fitted: Enough looks were made while there was time for their claims.
-        plain_leads: The baseline is the plan if nothing else is found.
-        claim_began: It was begun: nothing comes between its rounds, and nothing after them.
-        out_of_looks: --max-trials is reached.
-        hopeful: Whether any untried configuration could still win, had it the time.
-        running: What runs now on other parts of the machine; their costs are the seconds that are left of them.
-    """
-
-    baseline: Option | None = None
-    looks: Sequence[Option] = ()
-    sharpen: Sequence[Option] = ()
-    sharpened_s: float = 0.0
-    hand: Option | None = None
-    check: Option | None = None
-    pairs: Sequence[Option] = ()
-    leader_needs_s: float = 0.0
-    claim: Option | None = None
-    shown: ShownGain | None = None
-    claim_fitted: bool = False
-    plain_leads: bool = False
-    claim_began: bool = False
-    out_of_looks: bool = False
-    hopeful: bool = False
-    running: Sequence[Option] = ()
+    baseline: Work | None = None  # None: it has run, or does not run here
+    looks: Sequence[Work] = ()  # untried configurations that can still win, the best score first
+    sharpen: Sequence[Work] = ()  # probes and traces that the first of them waits for
+    sharpened_s: float = 0.0  # what probes and traces since the last look took
+    hand: Work | None = None  # None: it was made, or there is no leader to compare with it yet
+    check: Work | None = None  # the leader's parity check; None: it passed, or the leader is the baseline
+    pairs: Sequence[Work] = ()  # the leader beside each configuration that the bound does not put behind it
+    leader_needs_s: float = 0.0  # its parity check and the rounds of the claim; 0 for the baseline
+    claim: Work | None = None  # of the leader, to be made or gone on with; None: it is made, or there is none
+    shown: ShownGain | None = None  # None: no claim is to be begun, or more rounds than the fewest show no more
+    claim_fitted: bool = False  # enough looks were made while there was time for their claims
+    plain_leads: bool = False  # the baseline is the plan if nothing else is found
+    claim_began: bool = False  # nothing comes between its rounds, and nothing after them
+    out_of_looks: bool = False  # --max-trials is reached
+    hopeful: bool = False  # any untried configuration could still win, had it the time
+    running: Sequence[Work] = ()  # on other parts of the machine; their costs are the seconds that are left of them
 
 
 def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
-    """The next piece of work.
+    """The next piece of work; of the kind "end" where nothing is left to do, or nothing of it fits in the time.
 
-    Args:
-        state: What is known.
-        left_s: Seconds of the budget that are left.
-        free_devices: How many devices have nothing to do: a piece that takes more is not chosen.
-
-    Returns:
-        A piece of the kind "end" where nothing is left to do, or nothing of it fits in the time.
+    `left_s`: seconds of the budget that are left. `free_devices`: a piece that takes more is not chosen.
     """
     if state.baseline is not None:
         return _first(state.baseline, left_s)
@@ -220,17 +145,14 @@ def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
     options = [one for one in options if _shows_more(one, state, left_s)]
     if not options and not _holds_claim(state, left_s) and not (state.claim_fitted and state.plain_leads):
         options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices, claimed=False)]
-    options.sort(key=lambda one: -one.score)
-    if options:
-        best: Option = options[0]
-        rest: Sequence[Option] = options[1:]
-        if best.kind == "look":
-            best, rest = _before(best, rest, state, left_s)
-        return _chosen(best, rest, state)
-    return _proof(state, left_s)
+    if not options:
+        return _proof(state, left_s)
+    options.sort(key=lambda one: -float(score(np.float64(one.gain), np.float64(one.cost_s))))
+    before = _before(options[0], state, left_s) if options[0].kind == "look" else None
+    return _chosen(options[0], options[1:], state) if before is None else _chosen(before, options, state)
 
 
-def _first(baseline: Option, left_s: float) -> Work:
+def _first(baseline: Work, left_s: float) -> Work:
     """The baseline; or the end, where the time does not even hold it and its check by the best that is predicted."""
     needed_s = baseline.cost_s + baseline.needs_s
     if needed_s <= left_s:
@@ -240,7 +162,7 @@ def _first(baseline: Option, left_s: float) -> Work:
     return Work(kind="end", why=why, ended_by="time")
 
 
-def _finding(state: State) -> Iterator[Option]:
+def _finding(state: State) -> Iterator[Work]:
     """The pieces that may improve the plan, in any order."""
     if not state.out_of_looks:
         yield from state.looks
@@ -251,15 +173,12 @@ def _finding(state: State) -> Iterator[Option]:
     yield from (pair for pair in state.pairs if pair.gain >= LEAST_PAIR_GAIN)
 
 
-def _fits(option: Option, state: State, left_s: float, free_devices: int, *, claimed: bool = True) -> bool:
-    """The one constraint: what is left afterwards holds what the leader then needs, whichever it is.
-
-    Without the claim, if the budget has no room for one.
-    """
+def _fits(option: Work, state: State, left_s: float, free_devices: int, *, claimed: bool = True) -> bool:
+    """The one constraint: what is left holds the proof that the leader then needs, with its claim if `claimed`."""
     return option.devices <= free_devices and _ends_s(option, state) + _needed_s(option, state, claimed) <= left_s
 
 
-def _shows_more(option: Option, state: State, left_s: float) -> bool:
+def _shows_more(option: Work, state: State, left_s: float) -> bool:
     """Whether the gain that the claim shows is expected to be no less if its time is spent on a piece first.
 
     Three or four rounds that show 10 % are worth more than a pair that decides between two configurations alike. A
@@ -275,7 +194,7 @@ def _shows_more(option: Option, state: State, left_s: float) -> bool:
     return state.shown.within(then_s, 0.0 if no_own else option.gain) >= state.shown.within(now_s)
 
 
-def _ends_s(option: Option, state: State) -> float:
+def _ends_s(option: Work, state: State) -> float:
     """Seconds until a piece has ended, and what runs now: a look may run beside it, all else waits for it."""
     running_s = _running_s(state)
     return max(option.cost_s, running_s) if option.kind in BESIDE else option.cost_s + running_s
@@ -294,7 +213,7 @@ def _holds_claim(state: State, left_s: float) -> bool:
     return 0 < proof_s <= left_s
 
 
-def _needed_s(option: Option, state: State, claimed: bool) -> float:
+def _needed_s(option: Work, state: State, claimed: bool) -> float:
     """Seconds that a leader still needs after a piece: the leader of now, or the one that the piece may make."""
     if option.kind == "parity":  # is part of what the leader needs
         return 0.0
@@ -304,8 +223,8 @@ def _needed_s(option: Option, state: State, claimed: bool) -> float:
     return max(0.0 if state.check is None else state.check.cost_s, *(one.check_s for one in may_lead))
 
 
-def _before(look: Option, rest: Sequence[Option], state: State, left_s: float) -> tuple[Option, Sequence[Option]]:
-    """The piece to run first: a probe or trace that the look's prediction waits for, or the look."""
+def _before(look: Work, state: State, left_s: float) -> Work | None:
+    """A probe or trace that the look's prediction waits for, if it is worth its time."""
     later_s = look.cost_s + _needed_s(look, state, True)
     if later_s > left_s:  # there is no room for the claim
         later_s = look.cost_s + _needed_s(look, state, False)
@@ -313,8 +232,8 @@ def _before(look: Option, rest: Sequence[Option], state: State, left_s: float) -
         both = replace(look, cost_s=option.cost_s + look.cost_s)
         fits = option.cost_s + later_s <= left_s and _shows_more(both, state, left_s)
         if fits and state.sharpened_s + option.cost_s <= SPARED_LOOKS * look.cost_s:
-            return option, (look, *rest)
-    return look, rest
+            return option
+    return None
 
 
 def _proof(state: State, left_s: float) -> Work:
@@ -339,10 +258,8 @@ ENDS = {
 }
 
 
-def _chosen(option: Option, rest: Sequence[Option], state: State) -> Work:
-    over = rest[0].describe() if rest else ""
-    known = {name: getattr(option, name) for name in Option.__slots__}
-    return Work(**known, over=over, ended_by=_ended_by(state))
+def _chosen(option: Work, rest: Sequence[Work], state: State) -> Work:
+    return replace(option, over=rest[0].describe() if rest else "", ended_by=_ended_by(state))
 
 
 # What a piece gains.
@@ -378,12 +295,10 @@ def pair_gain(difference: float, sd: float, pair_sd: float, *, ratio_sd: float) 
 
 
 def check_gain(leader_gain: float, safe_gain: float, *, kind_has_passed: bool) -> float:
-    """The expected loss if the leader fails its check at the end and not now.
+    """The expected loss, a logarithm, if the leader fails its check at the end and not now.
 
-    Args:
-        leader_gain: Logarithm of its speed-up over the baseline.
-        safe_gain: The same of the fastest configuration that passed a check; 0: the baseline.
-        kind_has_passed: A configuration with the same numerics has passed, or is the baseline.
+    `leader_gain`, `safe_gain`: logarithms of the speed-up over the baseline, of the leader and of the fastest that has
+    passed (0: the baseline). `kind_has_passed`: one with the same numerics has passed, or is the baseline.
     """
     risk = CHECKED_RISK if kind_has_passed else UNCHECKED_RISK
     return risk * max(0.0, leader_gain - safe_gain)

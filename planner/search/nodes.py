@@ -12,12 +12,13 @@ from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.trials.runner import COMPILER
 from autoplan.processes import Zygote
+from autoplan.processes.nodes import Nodes
 
 if TYPE_CHECKING:
     from autoplan.planner.records.plan import PlanRecord
     from autoplan.probes.profile import HardwareProfile
     from autoplan.processes import RankContext
-    from autoplan.processes.nodes import Engine, Nodes
+    from autoplan.processes.nodes import Engine
 
 DESCRIBE = f"{__name__}:describe_node"
 R = TypeVar("R")
@@ -27,10 +28,9 @@ def options_for(plan: PlanRecord, launcher: str | None = None, nodes: str | None
     """The options of a search of the plan's workload on the nodes that were given, else on those it was measured on.
 
     Args:
-        plan: The plan.
+        plan, more: The plan, and further options.
         launcher: None: the plan's ranks run on this machine, and were measured on one.
         nodes: As in a search; None: as many as the plan was measured on.
-        more: Further options.
 
     Raises:
         PlanError: the plan was measured on several nodes, and no launcher was given.
@@ -56,7 +56,7 @@ def options_for(plan: PlanRecord, launcher: str | None = None, nodes: str | None
 
 def with_engine(
     options: SearchOptions,
-    work: Callable[[Engine | None], R],
+    work: Callable[[Engine | Nodes | None], R],
     exit_code: Callable[[R], int],
     on_note: Callable[[str], None] = lambda text: None,
 ) -> R:
@@ -64,7 +64,7 @@ def with_engine(
 
     Args:
         options: Which launcher.
-        work: Is given the engine; None: all runs on this machine.
+        work: Is given the engine, or the nodes where this machine is none of them; None: all runs on this machine.
         exit_code: Of what came of it: 0 if torchrun shall not start it again.
         on_note: Is told what is waited for before the work begins.
 
@@ -88,7 +88,7 @@ def with_engine(
 
 
 def _from_outside(
-    options: SearchOptions, engine: Engine, work: Callable[[Engine | None], R], on_note: Callable[[str], None]
+    options: SearchOptions, engine: Engine, work: Callable[[Engine | Nodes | None], R], on_note: Callable[[str], None]
 ) -> R:
     """Does the work once the nodes are there, for machines like the first of them."""
     from autoplan.probes.nodes import read_first_profile
@@ -103,42 +103,24 @@ def _from_outside(
         return _why_not(first, its)
 
     with _make_nodes(options, engine, check, on_note) as launcher, machine_is(read_first_profile(launcher)):
-        return work(Begun(engine, launcher))
-
-
-class Begun:
-    """An engine whose nodes are there already.
-
-    Args:
-        engine: It.
-        launcher: That has the nodes.
-    """
-
-    here = False
-
-    def __init__(self, engine: Engine, launcher: Nodes) -> None:
-        self.name, self.others, self.launcher = engine.name, engine.others, launcher
-        self.address, self.ensure = engine.address, engine.ensure
-        self.close, self.leave = engine.close, engine.leave
+        return work(launcher)
 
 
 def make_launcher(
-    options: SearchOptions, profile: HardwareProfile, engine: Engine | None, on_note: Callable[[str], None]
+    options: SearchOptions, profile: HardwareProfile, engine: Engine | Nodes | None, on_note: Callable[[str], None]
 ) -> Zygote:
     """What runs the tasks of a search; not started yet, where this machine is one of the nodes."""
     if engine is None:
         return Zygote(preload=preload_for(options.spec))
-    if isinstance(engine, Begun):
-        engine.launcher.tell(on_note)
-        return engine.launcher
+    if isinstance(engine, Nodes):
+        engine.tell(on_note)
+        return engine
     return _make_nodes(options, engine, partial(_why_not, describe(profile)), on_note)
 
 
 def _make_nodes(
     options: SearchOptions, engine: Engine, check: Callable[[Any], str | None], on_note: Callable[[str], None]
 ) -> Nodes:
-    from autoplan.processes.nodes import Nodes
-
     nodes, ranks_per_node = options.layout
     return Nodes(
         engine,

@@ -37,13 +37,7 @@ def devices_of(objective: Objective, config: TrainingConfig) -> int:
 
 
 def order(objective: Objective, candidates: Sequence[CandidateRuns], spread: Spread) -> list[CandidateRuns]:
-    """The candidates, best first.
-
-    Args:
-        objective: What is looked for.
-        candidates: In any order.
-        spread: Between runs on this device.
-    """
+    """The candidates, best first; `spread` is that between runs on this device."""
     own = {candidate.config: candidate for candidate in candidates}
     ranked = [own[one.config] for one in rank([_scaled(objective, one) for one in candidates], spread)]
     if objective.name != "memory" or not ranked:
@@ -82,10 +76,7 @@ def to_beat(
     """The step time that a candidate must beat, else it is dropped; None: nothing was measured yet.
 
     Args:
-        objective: What is looked for.
         best: The best trial so far: by cost where that is looked for, else the fastest.
-        config: Of the next trial.
-        spread: Between runs on this device.
         looks: How many candidates were looked at, this one with them: it has its share of DROP_LEVEL (Bonferroni).
     """
     if best is None or best.step_time_s is None:
@@ -134,13 +125,8 @@ def view(
 ) -> tuple[Posterior, float | None]:
     """The value expected of each candidate, as a logarithm that is to be small, and the best value measured.
 
-    If memory is looked for, `works` has the probability to reach the floor as well.
-
-    Args:
-        objective: What is looked for.
-        configs: The candidates.
-        posterior: Of their step times and peaks.
-        trials: Good ones that may be the plan.
+    `trials` are good ones that may be the plan. If memory is looked for, `works` has the probability to reach the floor
+    as well.
     """
     times = [math.log(t.step_time_s.median * devices_of(objective, t.config)) for t in trials if t.step_time_s]
     if objective.name == "cost":

@@ -26,15 +26,7 @@ from pydantic import (
 
 from autoplan.errors import ConfigError, UsageError
 from autoplan.planner.plan.plan import Plan
-from autoplan.planner.records.trials import (
-    Attempt,
-    LeftOutFamily,
-    Objective,
-    Prediction,
-    Purpose,
-    Trial,
-    WorkLine,
-)
+from autoplan.planner.records.trials import Attempt, LeftOutFamily, Objective, Prediction, Purpose, Trial, WorkLine
 from autoplan.planner.space.bounds import Bound, bound_of, parse_bound
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes.nodes import parse_layout
@@ -78,25 +70,15 @@ RECORD = "Records and output"
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How a person gives an option.
+    """How a person gives an option."""
 
-    Attributes:
-        panel: Of the command's help; the options of a panel are in the order of the fields.
-        metavar: What stands for the value there; "": it is a switch.
-        rule: What the value is, for the error of a wrong one; "": its own check says it.
-        kind: What the command line reads it as; `list`: it may be given several times.
-        default: Of the command line, where that has another one than Python.
-        in_python: What only a call can give, for the docstring of `autoplan.search`.
-        everyday: It is in --help; the others are in --help-all.
-    """
-
-    panel: str
-    metavar: str = ""
-    rule: str = ""
-    kind: type = str
-    default: str | None = None
-    in_python: str = ""
-    everyday: bool = True
+    panel: str  # of the command's help; the options of a panel are in the order of the fields
+    metavar: str = ""  # what stands for the value there; "": it is a switch
+    rule: str = ""  # what the value is, for the error of a wrong one; "": its own check says it
+    kind: type = str  # what the command line reads it as; `list`: it may be given several times
+    default: str | None = None  # of the command line, where that has another one than Python
+    in_python: str = ""  # what only a call can give, for the docstring of `autoplan.search`
+    everyday: bool = True  # it is in --help; the others are in --help-all
 
 
 def flag_name(option: str | None) -> str:
@@ -104,24 +86,19 @@ def flag_name(option: str | None) -> str:
     return "--" + str(option).replace("_", "-")
 
 
-def _switch(panel: str, *, everyday: bool = False) -> Flag:
-    return Flag(panel, rule="True or False", kind=bool, everyday=everyday)
-
-
 # The checks that types do not express. Texts name an option as the command line does; in Python an error says them as
 # keyword arguments (autoplan/errors.py). What they raise is a UsageError, which pydantic lets through as it is.
 
 
-def _check_duration(value: Any, info: ValidationInfo) -> Any:
-    if value is not None:
-        parse_duration_s(value, option=flag_name(info.field_name))
-    return value
+def _read_by(read: Callable[[Any], object]) -> PlainValidator:
+    """The check that a value can be read; it stays as it was given."""
 
+    def check(value: Any) -> Any:
+        if value is not None:
+            read(value)
+        return value
 
-def _check_memory(value: Any, info: ValidationInfo) -> Any:
-    if value is not None:
-        parse_memory_bytes(value, option=flag_name(info.field_name))
-    return value
+    return PlainValidator(check)
 
 
 def _check_path(value: Any, info: ValidationInfo) -> Path | None:
@@ -136,12 +113,6 @@ def _check_storage(value: Any, info: ValidationInfo) -> str | None:
     from autoplan.planner.store.database import check_storage
 
     return None if value is None else check_storage(str(value))
-
-
-def _check_nodes(value: Any, info: ValidationInfo) -> str | None:
-    if value is not None:
-        parse_layout(value)
-    return value
 
 
 def _check_sampler(value: Any, info: ValidationInfo) -> Any:
@@ -162,7 +133,8 @@ def _check_loader(value: Any, info: ValidationInfo) -> LoaderSpec | None:
 
     if not isinstance(value, (str, Path)):
         return spec_of_object(value)
-    return spec_of_text(str(value), arguments=info.data["spec"].arguments)
+    spec = info.data.get("spec")  # None where it is wrong itself, which is the error then
+    return spec_of_text(str(value), arguments=() if spec is None else spec.arguments)
 
 
 def _check_fix(value: Any, info: ValidationInfo) -> dict[str, Any]:
@@ -231,6 +203,7 @@ def refuse_lossy(fix: Mapping[str, Any], bound: Mapping[str, Bound]) -> None:
 Count = Annotated[int, Field(strict=True, ge=1)] | None
 Switch = Annotated[bool, Field(strict=True)]
 COUNT = "a whole number of at least 1"
+YES_OR_NO = "True or False"
 
 
 class SearchOptions(BaseModel):
@@ -247,7 +220,7 @@ class SearchOptions(BaseModel):
 
     spec: WorkloadSpec = Field(description="What is trained.")
     budget: Annotated[
-        str | float | None, PlainValidator(_check_duration), Flag(SEARCH, "TIME", in_python="A number: seconds.")
+        str | float | None, _read_by(parse_duration_s), Flag(SEARCH, "TIME", in_python="A number: seconds.")
     ] = Field(
         default=None,
         description="Time for the whole search, over all its runs: 90s, 10m, 1h30m. A larger one extends an earlier "
@@ -296,7 +269,7 @@ class SearchOptions(BaseModel):
         description="Measure the training's own data, with several numbers of workers, beside the plan's step: a "
         "function that returns a dataset or a DataLoader.",
     )
-    dry_run: Annotated[Switch, _switch(SEARCH, everyday=True)] = Field(
+    dry_run: Annotated[Switch, Flag(SEARCH, rule=YES_OR_NO, kind=bool)] = Field(
         default=False, description="List the configurations with their predicted memory and time. Run no trial."
     )
     out: Annotated[str | Path | None, PlainValidator(_check_path), Flag(SEARCH, "FILE", default="plan.json")] = Field(
@@ -323,7 +296,7 @@ class SearchOptions(BaseModel):
         description="kept, or lossy: also try parameters, states and products in fewer bits (docs/techniques.md). The "
         "plan names the risk.",
     )
-    memory_limit: Annotated[str | int | None, PlainValidator(_check_memory), Flag(LIMITS, "SIZE")] = Field(
+    memory_limit: Annotated[str | int | None, _read_by(parse_memory_bytes), Flag(LIMITS, "SIZE")] = Field(
         default=None,
         description="Memory that one trial may use: 8GiB, or 80% of all memory. Default: 80% of the free memory; of a "
         "GPU 95%, less what CUDA itself takes.",
@@ -342,7 +315,7 @@ class SearchOptions(BaseModel):
         description="What starts the ranks on --nodes: elastic, slurm or ray (docs/nodes.md). Default: all on this "
         "machine.",
     )
-    nodes: Annotated[str | None, PlainValidator(_check_nodes), Flag(LIMITS, "NxR", everyday=False)] = Field(
+    nodes: Annotated[str | None, _read_by(parse_layout), Flag(LIMITS, "NxR", everyday=False)] = Field(
         default=None, description="With --launcher: N nodes with R ranks each, 2x8."
     )
     max_trials: Annotated[Count, Flag(LIMITS, "N", COUNT, int, everyday=False)] = Field(
@@ -382,10 +355,10 @@ class SearchOptions(BaseModel):
         description="Keep the record in a PostgreSQL database, postgresql://host/database, which several planners "
         "share (docs/postgresql.md). The password comes from PGPASSWORD or a service file.",
     )
-    fresh: Annotated[Switch, _switch(RECORD)] = Field(
+    fresh: Annotated[Switch, Flag(RECORD, rule=YES_OR_NO, kind=bool, everyday=False)] = Field(
         default=False, description="Start this search from zero. Its earlier record is moved aside, not deleted."
     )
-    wait: Annotated[Switch, _switch(RECORD)] = Field(
+    wait: Annotated[Switch, Flag(RECORD, rule=YES_OR_NO, kind=bool, everyday=False)] = Field(
         default=False,
         description="Wait while another search uses the device; the wait costs no budget. Default: an error (exit "
         "code 4).",
@@ -554,7 +527,7 @@ class Candidate(Record):
     """One legal configuration with what the cost model says of it."""
 
     config: TrainingConfig
-    prediction: Prediction | None
+    prediction: Prediction
 
 
 class SearchObserver:
@@ -584,12 +557,7 @@ class SearchObserver:
         """The next piece of work is chosen: what it is, why, and what it was preferred to."""
 
     def on_trial_started(
-        self,
-        number: int,
-        purpose: Purpose,
-        config: TrainingConfig,
-        prediction: Prediction | None,
-        budget: BudgetState,
+        self, number: int, purpose: Purpose, config: TrainingConfig, prediction: Prediction | None, budget: BudgetState
     ) -> None:
         """A trial starts."""
 

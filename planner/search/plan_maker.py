@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.surroundings import read_environment
@@ -18,14 +17,14 @@ from autoplan.planner.records.loading import Loading
 from autoplan.planner.records.plan import Alternative, Choice, HandSetting, Measurement, PlanNodes
 from autoplan.planner.records.trials import Interval, Objective, Outcome, Parity, Trial
 from autoplan.planner.search.candidate_model import find_untried
-from autoplan.planner.search.claim import Comparison, compare, drift
+from autoplan.planner.search.claim import Comparison, compare
 from autoplan.planner.search.device_hours import describe_used
 from autoplan.planner.search.objective import order
-from autoplan.planner.search.selection import CandidateRuns, collect_runs, match_rounds, speed_ratio
+from autoplan.planner.search.selection import CandidateRuns, collect_runs, in_slices, match_rounds, speed_ratio
 from autoplan.planner.search.session import PLAIN_PARITY, Session, failed_parity
 from autoplan.planner.search.state import at_plain_pace_s
 from autoplan.planner.trace.input_benchmark import describe_input
-from autoplan.planner.trials.measure import Spread, core_spread, invert, ratio_interval
+from autoplan.planner.trials.measure import core_spread, invert, ratio_interval
 from autoplan.probes.profile import Device
 from autoplan.strategies.analysis.training_facts import own_checkpointing_text
 from autoplan.strategies.config import KNOBS, TrainingConfig
@@ -67,7 +66,6 @@ def make_plan(
     """The plan for a winner, or the best so far as it stands; `unverified` says why it is not verified."""
     context = session.context
     candidates = collect_runs(session.store.trials)
-    parities = {trial.config: session.store.parity_of(trial.config) for trial in session.store.trials}
     winner = _runs_of(winner.first, candidates)  # with the runs of the claim
     compared = session.comparison(winner)
     if compared is None:
@@ -91,7 +89,7 @@ def make_plan(
         speedup=compared.speedup,
         claim=claim,
         hand=_against_hand(session, winner, candidates),
-        alternatives=tuple(_alternatives(session, winner, candidates, session.run_spread)),
+        alternatives=tuple(_alternatives(session, winner, candidates)),
         untried=find_untried(
             session.model,
             winner.config,
@@ -100,7 +98,7 @@ def make_plan(
         ),
         parity=parity,
         unverified=unverified,
-        failed_parity=tuple(c for c, found in parities.items() if found and found.finished and not found.passed),
+        failed_parity=tuple(c for c, found in session.store.parities.items() if found.finished and not found.passed),
         choices=tuple(explain_choices(session, winner)),
         left_out=context.left_out,
         evidence=session.store.trials,
@@ -138,8 +136,6 @@ def _notes(session: Session, winner: CandidateRuns, compared: Comparison, loadin
             f"the speed of this machine's cores changes by itself, by {spread:.0%} from run to run (others may share "
             "them): a gain that is smaller shows only in many rounds, with a larger --budget or on a quieter machine"
         )
-    if (drifted := drift(compared)) is not None:
-        yield drifted
     yield from winner.config.risks()
 
 
@@ -221,17 +217,18 @@ def with_all_runs(session: Session, candidate: CandidateRuns) -> Trial:
     )
 
 
-def _alternatives(
-    session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns], spread: Spread
-) -> list[Alternative]:
+def _alternatives(session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns]) -> list[Alternative]:
     """The next best configurations, how they compare with the plan, and why they are not the plan."""
     found = []
-    for candidate in order(session.objective, candidates, spread):
+    for candidate in order(session.objective, candidates, session.run_spread):
         if candidate.config == winner.config:
             continue
         beside = against(session, winner, candidate)
         if beside is None:
-            ratio, lost = speed_ratio(candidate, winner, spread), "other work disturbed its run or the plan's"
+            ratio, lost = (
+                speed_ratio(candidate, winner, session.run_spread),
+                "other work disturbed its run or the plan's",
+            )
         else:
             candidate, ratio = beside.other, invert(beside.ratio, 1.0)
             lost = _why_lost(session.objective, beside, winner)
@@ -310,21 +307,19 @@ def _compare_with(
     if trial.outcome is Outcome.PRUNED:
         speed = 1 / found.ratio.median
         return f"{name} ran at {speed:.2f} times the plan's speed, when it was stopped (trial {trial.number})"
-    return _measured(session, found, winner, f"{name} (trial {trial.number})")
-
-
-def _measured(session: Session, found: Against, winner: CandidateRuns, rival: str) -> str:
-    """How the plan did against a configuration, in words."""
-    ratio, other = found.ratio, found.other
-    if ratio.low > 1.0:
-        return f"{ratio.median:.2f} times as fast as {rival}, {found.how}"
-    if ratio.high >= 1.0:
-        return f"not told apart from {rival}, {found.how}: {tie_reason(winner, other)}"
-    faster = f"{rival} is {speed_words(1 / ratio.median)}, {found.how}"
-    if session.objective.name != "throughput":
-        memory = winner.peak_memory_bytes / max(1, other.peak_memory_bytes)
+    rival, gain = f"{name} (trial {trial.number})", found.ratio
+    if gain.low > 1.0:
+        return f"{gain.median:.2f} times as fast as {rival}, {found.how}"
+    if gain.high >= 1.0:
+        return f"not told apart from {rival}, {found.how}: {tie_reason(winner, found.other)}"
+    faster = f"{rival} is {speed_words(1 / gain.median)}, {found.how}"
+    if session.objective.name == "cost":
+        cost = winner.config.world_size / other.world_size / gain.median
+        return f"{faster}; this has {cost:.2f} times its cost: {session.objective.describe()}"
+    if session.objective.name == "memory":
+        memory = winner.peak_memory_bytes / max(1, found.other.peak_memory_bytes)
         return f"{faster}; this takes {memory:.2f} times its memory: {session.objective.describe()}"
-    return f"{faster}; {barred(session, other.config) or NOT_PROVED}"
+    return f"{faster}; {barred(session, other) or NOT_PROVED}"
 
 
 NOT_PROVED = "it was not proved to be"
@@ -345,17 +340,11 @@ def barred(session: Session, config: TrainingConfig) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Against:
-    """The plan against another configuration, by the best runs that there are.
+    """The plan against another configuration, by the best runs that there are."""
 
-    Attributes:
-        ratio: The plan's speed over the other's.
-        how: In the rounds of the claim or in pairs (side by side); else a look of the other one.
-        other: The other one, with the runs that counted.
-    """
-
-    ratio: Interval
-    how: Literal["side by side", "one run each"]
-    other: CandidateRuns
+    ratio: Interval  # the plan's speed over the other's
+    how: str  # "side by side": rounds of the claim, or pairs; else "one run each"
+    other: CandidateRuns  # with the runs that counted
 
 
 def against(session: Session, winner: CandidateRuns, other: CandidateRuns) -> Against | None:
@@ -377,10 +366,19 @@ def against(session: Session, winner: CandidateRuns, other: CandidateRuns) -> Ag
     mine = [run.step_time_s for run, _ in quiet if run.step_time_s is not None]
     theirs = [run.step_time_s for _, run in quiet if run.step_time_s is not None]
     if winner.reported.counted and not (pairs or other.first.beside):  # not the look that it was chosen by
-        mine = [winner.reported.step_time]
+        mine = [_outside_slices(session, winner.reported)]
     ratio = ratio_interval(mine, theirs, session.run_spread)
-    how: Literal["side by side", "one run each"] = "side by side" if pairs else "one run each"
+    how = "side by side" if pairs else "one run each"
     return Against(ratio=ratio, how=how, other=replace(other, counted=tuple(b for _, b in quiet)))
+
+
+def _outside_slices(session: Session, winner: CandidateRuns) -> Interval:
+    """The step time of the plan's rounds beside looks: in slices steps take longer, and so did the baseline's."""
+    rounds = session.comparison(winner) if in_slices(winner) else None
+    look = None if rounds is None or not rounds.reference.counted else rounds.reference.first.step_time_s
+    if rounds is None or look is None:
+        return winner.step_time
+    return winner.step_time.times(look.median / rounds.reference.step_time.median)
 
 
 def speed_words(ratio: float) -> str:

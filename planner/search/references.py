@@ -29,17 +29,14 @@ NEAR = 0.05
 
 
 def plain_configs(session: Session) -> list[TrainingConfig]:
-    """What may be the baseline, in the order in which it is tried: the user's own setting, then the plain run.
+    """What may be the baseline, in the order in which it is tried: the user's own setting, then each rung (`rungs`).
 
-    The plain run has the largest power-of-two micro-batch that should fit and is cheap, then smaller ones. Then come
-    the same with what saves memory, one technique more on each rung (`rungs`): where the plain run does not fit, the
-    first of these that does is what all others are compared with. A rung is left out if even its smallest micro-batch
-    is predicted, at the low end, to take more than there is; the last rung is always there.
+    A rung begins at the largest power-of-two micro-batch that should fit and is cheap. It is left out if even its
+    smallest is predicted, at the low end, to take more than there is; the last rung is always there.
     """
     own, limit_bytes = session.own_config, session.context.memory_limit_bytes
-    sizes = [size for size in session.context.space.values["micro_batch"] if isinstance(size, int)]
-    if len(sizes) > 1:
-        sizes = [size for size in sizes if size & (size - 1) == 0] or sizes
+    offered = session.context.space.values["micro_batch"]
+    sizes = [size for size in offered if size & (size - 1) == 0] or offered
     found: list[TrainingConfig] = [] if own is None else [own]
     ladder = rungs(session)
     for knobs in ladder:
@@ -135,12 +132,13 @@ def hand_setting(session: Session) -> TrainingConfig | None:
 def _usual_settings(session: Session, spread: str) -> Iterator[TrainingConfig]:
     """The legal ones of: each power-of-two micro-batch, on one device and spread over the most.
 
-    On CUDA bf16, the fused optimizer, sdpa and compile; on CPU fp32 or bf16, not compiled. What the user fixed is kept.
+    On CUDA bf16 (fp16 where there is none), the fused optimizer, sdpa and compile; on CPU fp32 or bf16, not compiled.
+    What the user fixed is kept.
     """
     values, on_cuda = session.context.space.values, session.context.device == "cuda"
 
-    def pick(knob: str, *wanted: object) -> object:
-        return next((value for value in wanted if value in values[knob]), values[knob][0])
+    def pick(knob: str, *wanted: str) -> str:
+        return next((value for value in wanted if value in values[knob]), str(values[knob][0]))
 
     usual: dict[str, object] = {}
     if on_cuda:
@@ -149,13 +147,13 @@ def _usual_settings(session: Session, spread: str) -> Iterator[TrainingConfig]:
             "attention": pick("attention", "sdpa", "own"),
             "compile": pick("compile", "model", "block"),
         }
-    whole = [size for size in values["micro_batch"] if isinstance(size, int)]
-    sizes = [size for size in whole if size & (size - 1) == 0] or whole
-    precisions = [one for one in (("bf16",) if on_cuda else ("fp32", "bf16")) if one in values["precision"]]
+    sizes = [size for size in values["micro_batch"] if size & (size - 1) == 0] or values["micro_batch"]
+    tried = ("bf16",) if on_cuda else ("fp32", "bf16")
+    precisions = [one for one in tried if one in values["precision"]] or [pick("precision", "fp16")]
     most = max((ranks for ranks in values.get(spread, ()) if ranks <= session.context.nproc), default=1)
-    all_devices = [{spread: most}] if most > 1 else []
-    for ranks, precision, size in itertools.product([{}, *all_devices], precisions, sizes):
-        knobs = usual | ranks | {"precision": precision, "micro_batch": size} | dict(session.options.fix)
+    for ranks, precision, size in itertools.product(sorted({1, most}), precisions, sizes):
+        own = {spread: ranks, "precision": precision, "micro_batch": size}
+        knobs = usual | own | dict(session.options.fix)
         config, batch = TrainingConfig.model_validate(knobs), session.context.spec.global_batch
         if batch % (config.micro_batch * config.dp) == 0 and incompatible(config, batch) is None:
             yield config

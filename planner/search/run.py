@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanError
-from autoplan.planner.records.trials import Objective, WorkLine
+from autoplan.planner.records.trials import WorkLine
 from autoplan.planner.records.trust import remember_code
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
@@ -23,7 +23,7 @@ from autoplan.planner.search.nodes import make_launcher, with_engine
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, Candidate, SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.search.plan_maker import make_plan
 from autoplan.planner.search.preload import preload_for
-from autoplan.planner.search.selection import CandidateRuns, without_void
+from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.session import BudgetOver, Session, make_model
 from autoplan.planner.search.setup import SearchContext, Target, begin_search, find_target, prepare_search, trace_more
 from autoplan.planner.search.side_by_side import SideBySide
@@ -35,6 +35,7 @@ from autoplan.planner.store.store import Store, study_folder, study_identity
 from autoplan.planner.trials.parts import Part, Parts, on_part, split
 from autoplan.planner.trials.runner import TrialRunner
 from autoplan.processes import Zygote
+from autoplan.processes.nodes import Nodes
 
 if TYPE_CHECKING:
     from autoplan.probes.profile import HardwareProfile
@@ -62,67 +63,48 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
     )
 
 
-def _run(options: SearchOptions, observer: SearchObserver, engine: Engine | None) -> SearchResult:
+def _run(options: SearchOptions, observer: SearchObserver, engine: Engine | Nodes | None) -> SearchResult:
+    """The search in its store, with its devices locked."""
     from autoplan.probes.run import read_host_profile
 
     if options.out is not None and not options.dry_run:
         check_out(Path(options.out))
     profile = read_host_profile()
     target = find_target(options, profile)
-    outside = engine is not None and not engine.here  # SLURM gives the nodes to this search alone
+    outside = isinstance(engine, Nodes)  # SLURM gives the nodes to this search alone
     devices = () if outside else device_names(profile, target.device, target.nproc)
     parts = split(options.side_by_side, profile, target.device, target.nproc)
     with on_part(parts):
         profile = read_host_profile() if parts else profile  # of a part, where it is a part of a CPU
-        return _search_on(options, observer, engine, profile=profile, target=target, devices=devices, parts=parts)
-
-
-def _search_on(
-    options: SearchOptions,
-    observer: SearchObserver,
-    engine: Engine | None,
-    *,
-    profile: HardwareProfile,
-    target: Target,
-    devices: Sequence[str],
-    parts: Sequence[Part],
-) -> SearchResult:
-    """The search in its store, with its devices locked.
-
-    Args:
-        options, observer, engine: As given to the search.
-        profile: What is read of the machine; of a CPU in parts, what is read from one of them.
-        target: The device, and what a trial may take there.
-        devices: The names of what is locked; empty: the search runs elsewhere, now on these nodes and now on others.
-        parts: Where looks run at once; empty: one runs after the other.
-    """
-    if options.dry_run:
-        with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
-            return _dry_run(options, observer, make_launcher(options, profile, engine, observer.on_note))
-    with _open_store(options, profile, target, devices) as store:
-        if store.renamed_to is not None:
-            observer.on_note(f"the earlier search was kept as {store.renamed_to}")
-        held = devices_held(options, target.device, target.nproc)
-        budget_s = budget_of(options, store.budget_s, held)
-        store.set_budget(budget_s)
-        remember_code(options.spec, store.identity)
-        run = SearchRun(options=options, observer=observer, store=store, budget_s=budget_s, devices=held)
-        before = answer.finished_before(run)
-        if before is not None:
-            return before
-        run.finished_before = store.finished
-        try:
+        if options.dry_run:
             with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
-                store.start_clock()
-                observer.on_budget(run.budget())
-                launcher = make_launcher(options, profile, engine, observer.on_note)
-                return _to_its_end(run, lambda: _search(run, launcher, parts))
-        except KeyboardInterrupt:
-            return answer.interrupted(run)  # while it waited
+                return _dry_run(options, observer, make_launcher(options, profile, engine, observer.on_note))
+        with _open_store(options, profile, target, devices) as store:
+            if store.renamed_to is not None:
+                observer.on_note(f"the earlier search was kept as {store.renamed_to}")
+            held = devices_held(options, target.device, target.nproc)
+            budget_s = budget_of(options, store.budget_s, held)
+            store.set_budget(budget_s)
+            remember_code(options.spec, store.identity)
+            run = SearchRun(options=options, observer=observer, store=store, budget_s=budget_s, devices=held)
+            before = answer.finished_before(run)
+            if before is not None:
+                return before
+            run.finished_before = store.finished
+            try:
+                with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
+                    store.start_clock()
+                    observer.on_budget(run.budget())
+                    launcher = make_launcher(options, profile, engine, observer.on_note)
+                    return _to_its_end(run, lambda: _search(run, launcher, parts))
+            except KeyboardInterrupt:
+                return answer.interrupted(run)  # while it waited
 
 
 def _open_store(options: SearchOptions, profile: HardwareProfile, target: Target, devices: Sequence[str]) -> Store:
     """The store of the study that the options and the machine name."""
+    wanted = options.wanted
+    aim = {"name": wanted.name, "floor": wanted.floor if wanted.name == "memory" else None}  # a price changes no trial
     identity = study_identity(
         options.spec,
         profile.fingerprint if devices and options.storage is None else profile.kind,
@@ -132,7 +114,7 @@ def _open_store(options: SearchOptions, profile: HardwareProfile, target: Target
         nproc=target.nproc,
         nodes=options.nodes,
         memory_limit_bytes=target.given_limit_bytes,
-        objective=_identity_of(options.wanted),
+        objective=None if wanted.name == "throughput" else aim,
         numerics=options.numerics,
         side_by_side=options.parts,
         baseline=_baseline_of(options),
@@ -145,13 +127,6 @@ def _open_store(options: SearchOptions, profile: HardwareProfile, target: Target
         wait=options.wait,
         storage=options.storage,
     )
-
-
-def _identity_of(objective: Objective) -> dict[str, Any] | None:
-    """The part of the objective that makes another study: it decides which trials are made. A price changes none."""
-    if objective.name == "throughput":
-        return None
-    return {"name": objective.name, "floor": objective.floor if objective.name == "memory" else None}
 
 
 def _baseline_of(options: SearchOptions) -> dict[str, Any] | None:
@@ -189,18 +164,11 @@ def _dry_run(options: SearchOptions, observer: SearchObserver, launcher: Zygote)
     began = time.monotonic()
     with launcher as zygote:
         context = prepare_search(
-            Means(
-                options=options,
-                zygote=zygote,
-                observer=observer,
-                budget_s=options.budget_s or DEFAULT_BUDGET_S,
-            )
+            Means(options=options, zygote=zygote, observer=observer, budget_s=options.budget_s or DEFAULT_BUDGET_S)
         )
-    candidates = [
-        Candidate(config=config, prediction=prediction)
-        for config, prediction in zip(context.candidates, context.estimator.estimate(context.candidates), strict=True)
-    ]
-    candidates.sort(key=lambda candidate: candidate.prediction.step_time_s if candidate.prediction else 0.0)
+    predicted = zip(context.candidates, context.estimator.estimate(context.candidates), strict=True)
+    candidates = [Candidate(config=config, prediction=prediction) for config, prediction in predicted]
+    candidates.sort(key=lambda candidate: candidate.prediction.step_time_s)
     return SearchResult(
         status="dry_run", candidates=tuple(candidates), left_out=context.left_out, spent_s=time.monotonic() - began
     )
@@ -334,9 +302,6 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
         runner=runner,
         devices=run.devices,
     )
-    for trial in without_void(store.trials):
-        if not trial.is_repeat:
-            model.observe(trial)
     for trial in store.trials:
         run.observer.on_trial_finished(trial, session.best, session.budget())
     if options.nodes is not None:
@@ -362,12 +327,12 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
         if run.ended_elsewhere():
             return answer.finished_elsewhere(run)
         work = drawn(session, next_work(read_state(session), session.left_s, session.context.nproc))
+        session.ended_by = work.ended_by
         if take_turn(session, work):
             continue
         if work.key is not None and not session.store.claim(work.key, alone=work.kind in ALONE):
             waits_for = session.wait_for_others(waits_for)
             continue
-        session.ended_by = work.ended_by
         if work.kind == "end":
             break
         session.observer.on_work(work, session.best, session.budget())

@@ -30,7 +30,6 @@ MOST_PAIRS = 2
 ENOUGH_PAIRS = 2
 """With this many runs side by side the first look no longer counts: it ran at another time."""
 
-
 BESIDE_SD = 0.05
 """Standard deviation of the logarithm of the step time between looks beside others, since their load is never quite the
 same. It counts twice, of the ratio of two looks, where they alone say that a configuration is behind. Assumed."""
@@ -41,33 +40,21 @@ LASTING_LOAD = 3
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateRuns:
-    """A configuration and all good runs of it.
-
-    Attributes:
-        config: The configuration.
-        first: Its first good trial.
-        finalist_runs: Its interleaved runs, in the order of the rounds.
-        claim_runs: The runs that its speed-up is calculated from; they have no part in the choice.
-        counted: The runs that count, where a comparison has picked them (claim.py); else empty.
-        weight: A second counts so many times: where cost is looked for, once for each rank.
-        believed_s: The step time by what all trials say of it (the surrogate), where it has a single look: of several
-            looks the best is the luckiest too. None: that of its runs.
-    """
+    """A configuration and all good runs of it."""
 
     config: TrainingConfig
-    first: Trial
-    finalist_runs: tuple[Trial, ...] = ()
-    claim_runs: tuple[Trial, ...] = ()
-    counted: tuple[Trial, ...] = ()
-    weight: int = 1
+    first: Trial  # its first good trial
+    finalist_runs: tuple[Trial, ...] = ()  # its interleaved runs, in the order of the rounds
+    claim_runs: tuple[Trial, ...] = ()  # what its speed-up is calculated from; they have no part in the choice
+    counted: tuple[Trial, ...] = ()  # the runs that count, where a comparison has picked them (claim.py)
+    weight: int = 1  # a second counts so many times: where cost is looked for, once for each rank
     believed_s: float | None = None
+    """The step time by what all trials say of it (the surrogate), where it has a single look: of several looks the best
+    is the luckiest too. None: that of its runs."""
 
     @property
     def runs(self) -> tuple[Trial, ...]:
-        """The runs that count: the interleaved ones if there are ENOUGH_PAIRS, else the first trial too.
-
-        A look that ran beside others is not pooled with runs that were alone, and none with runs in slices.
-        """
+        """The runs that count: the interleaved ones if there are ENOUGH_PAIRS, else the look too, if it is alike."""
         if self.counted:
             return self.counted
         pairs = self.finalist_runs
@@ -90,12 +77,15 @@ class CandidateRuns:
         return replace(self, counted=quiet) if quiet else self
 
     @property
+    def as_look(self) -> CandidateRuns:
+        """The same, or with its look alone where the other runs do not compare with other configurations' looks."""
+        shown = self.reported
+        return replace(self, counted=(self.first,)) if shown.look_is_unlike else shown
+
+    @property
     def step_times(self) -> list[Interval]:
         """The step time of each run that counts, times the weight."""
-        by, times = self.weight, [run.step_time_s for run in self.runs if run.step_time_s is not None]
-        if by == 1:
-            return times
-        return [time.times(by) for time in times]
+        return [run.step_time_s.times(self.weight) for run in self.runs if run.step_time_s is not None]
 
     @cached_property
     def step_time(self) -> Interval:
@@ -218,10 +208,9 @@ def measured_spread(trials: Iterable[Trial]) -> Spread:
     trials = tuple(trials)
     runs: dict[tuple[TrainingConfig, str | None, int], list[float]] = {}
     for trial in trials:
-        good = trial.outcome is Outcome.OK and trial.step_time_s is not None and trial.disturbed is None
-        if good and trial.purpose != "claim" and not trial.pauses:
-            seconds = trial.step_time_s.median  # type: ignore[union-attr]
-            runs.setdefault((trial.config, trial.method, trial.beside), []).append(seconds)
+        counts = trial.outcome is Outcome.OK and trial.purpose != "claim" and not (trial.disturbed or trial.pauses)
+        if counts and (step := trial.step_time_s) is not None:
+            runs.setdefault((trial.config, trial.method, trial.beside), []).append(step.median)
     return Spread.of(runs.values(), core_spread(trial.window for trial in trials))
 
 
@@ -233,12 +222,9 @@ def in_slices(*candidates: CandidateRuns) -> bool:
 def speed_ratio(
     candidate: CandidateRuns, reference: CandidateRuns, spread: Spread = ASSUMED, *, chosen_from: int = 1
 ) -> Interval:
-    """How many times faster a candidate is than the reference, by the runs that count of both.
+    """How many times faster a candidate is than the reference, by the runs that count; of pairs, by shared rounds.
 
-    Args:
-        candidate, reference: With their runs; those of the rounds that both have count.
-        spread: Between runs on this device, where they did not share the machine in slices.
-        chosen_from: As in `ratio_interval`.
+    `spread` is between runs that did not share the machine in slices; `chosen_from` is as in `ratio_interval`.
     """
     candidate, reference = match_rounds(candidate, reference)
     sliced = in_slices(candidate, reference)
@@ -281,12 +267,8 @@ def is_decided(leader: CandidateRuns, other: CandidateRuns, spread: Spread) -> b
 def rank(candidates: Sequence[CandidateRuns], spread: Spread = ASSUMED) -> list[CandidateRuns]:
     """The candidates, best first: the fastest; of a tie, the one with less memory, then the one with fewer knobs set.
 
-    Args:
-        candidates: In any order.
-        spread: Between runs on this device: what is a tie depends on it.
-
     Candidates that ran side by side come before the others, because a single look says less: a leader needs a pair that
-    it won. Before them come those that are ahead of each of them by more than runs differ.
+    it won. Before them come those that are ahead of each of them by more than runs differ (`spread`).
     """
     again = [candidate for candidate in candidates if candidate.finalist_runs]
     once = [candidate for candidate in candidates if not candidate.finalist_runs]

@@ -28,14 +28,7 @@ from autoplan.planner.records.trials import (
     WorkLine,
 )
 from autoplan.planner.search.candidate_model import FEWEST_LOOKS, CandidateModel
-from autoplan.planner.search.claim import (
-    LEAST_ROUNDS,
-    Comparison,
-    claim_progress,
-    compare,
-    is_claim_over,
-    until_next,
-)
+from autoplan.planner.search.claim import LEAST_ROUNDS, Comparison, claim_progress, compare, is_claim_over, until_next
 from autoplan.planner.search.device_hours import alone_s, used_s
 from autoplan.planner.search.next_work import EndedBy, Work
 from autoplan.planner.search.objective import best_trial, contenders
@@ -100,56 +93,34 @@ class BudgetOver(Exception):
 
 @dataclass(kw_only=True)
 class Session:
-    """The state of one run of a search.
-
-    Attributes:
-        options, observer, store, zygote, context: As given to the search.
-        budget_s: Seconds over all runs.
-        model: What is known of the candidates.
-        sampler: What draws the looks, where --sampler names one; None: `next_work` names them.
-        runner: Runs trials.
-        notes: Sentences for the plan.
-        did_not_run: A sentence for each piece of work that something outside ended each time; it is tried again later.
-        lost_in_a_row: How many trials, one after another, did not run.
-        loading_s: Seconds of the search's budget that are kept for the loader; `budget_s` is without them.
-        ended_by: Why no further look was made: "time", "max_trials", or "nothing_left" that could still win.
-        unchecked: Configurations whose parity check did not come to its end in this run of the search.
-        ended_claims: Numbers of claims whose rounds ended early.
-        traced: Configurations whose variants were traced in this run of the search, as far as there was time.
-        unpaired: Configurations whose pair with the leader ended early or is void: this run makes no other.
-        taken: Keys of the pieces of work that run elsewhere (`Option.key`): that other planners of the study have, or
-            that run on other parts of this machine.
-        devices: That this planner holds (device_hours.py).
-        side: Runs looks on several parts of this machine at once; None: everything runs one after the other.
-        apart: The runs of a round are made one after the other: in slices of time one did not come to its end.
-    """
+    """The state of one run of a search."""
 
     options: SearchOptions
     observer: SearchObserver
     store: Store
     zygote: Zygote
     context: SearchContext
-    budget_s: float
-    model: CandidateModel
+    budget_s: float  # over all runs, without `loading_s`
+    model: CandidateModel  # what is known of the candidates
     runner: TrialRunner
-    sampler: MovingSampler | None = None
-    notes: list[str] = field(default_factory=list)
-    did_not_run: list[str] = field(default_factory=list)
-    lost_in_a_row: int = 0
-    ended_by: EndedBy = "nothing_left"
-    loading_s: float = 0.0
-    unchecked: set[TrainingConfig] = field(default_factory=set)
-    ended_claims: set[int] = field(default_factory=set)
-    unpaired: set[TrainingConfig] = field(default_factory=set)
-    traced: set[TrainingConfig] = field(default_factory=set)
-    taken: frozenset[str] = frozenset()
+    sampler: MovingSampler | None = None  # what draws the looks, where --sampler names one
+    notes: list[str] = field(default_factory=list)  # sentences for the plan
+    did_not_run: list[str] = field(default_factory=list)  # a sentence for each piece that something outside ended
+    lost_in_a_row: int = 0  # trials, one after another, that did not run
+    ended_by: EndedBy = "nothing_left"  # why no further look was made
+    loading_s: float = 0.0  # of the search's budget, kept for the loader
+    unchecked: set[TrainingConfig] = field(default_factory=set)  # whose parity check did not end, in this run
+    ended_claims: set[int] = field(default_factory=set)  # numbers of claims whose rounds ended early
+    unpaired: set[TrainingConfig] = field(default_factory=set)  # whose pair ended early or is void: no other is made
+    taken: frozenset[str] = frozenset()  # keys (`Work.key`) of what other planners, or other parts of this machine, do
     _spread: tuple[int, Spread] | None = None  # by the number of trials
     _firsts: tuple[int, dict[TrainingConfig, Trial]] | None = None
-    devices: int = 1
+    _parity_cost: tuple[int, SearchContext, ModelCost] | None = None  # and by what is known of the model
+    devices: int = 1  # that this planner holds (device_hours.py)
     _began_s: float | None = None
     _others_since: dict[str, float] = field(default_factory=dict)  # their pieces, and our clock when we saw them first
-    side: SideBySide | None = None
-    apart: bool = False
+    side: SideBySide | None = None  # runs looks on several parts of this machine at once
+    apart: bool = False  # rounds run one after the other, since in slices one did not come to its end
 
     @property
     def objective(self) -> Objective:
@@ -188,6 +159,12 @@ class Session:
     @property
     def parity_cost(self) -> ModelCost:
         """The cost of the parts of a parity check on this model: predicted, then as the baseline measured them."""
+        known, made = self._parity_cost, len(self.store.trials)
+        if known is None or known[0] != made or known[1] is not self.context:
+            known = self._parity_cost = made, self.context, self._find_parity_cost()
+        return known[2]
+
+    def _find_parity_cost(self) -> ModelCost:
         profile, spec, base = self.context.estimator.profile, self.context.spec, self.baseline
         training = self.context.facts.training
         if base is not None and base.step_time_s is not None:
@@ -232,10 +209,7 @@ class Session:
 
     @property
     def baseline_trials(self) -> list[Trial]:
-        """The trials of what may be the baseline, from the first of the user's own setting on.
-
-        Those before it are beside an earlier setting of the user's.
-        """
+        """The trials of what may be the baseline, from the first of the user's present setting on."""
         made, own = [trial for trial in self.store.trials if trial.purpose == "baseline"], self.own_config
         return made if own is None else list(itertools.dropwhile(lambda trial: trial.config != own, made))
 
@@ -264,10 +238,7 @@ class Session:
         return run_words(config, self.own_config)
 
     def is_given(self, config: TrainingConfig) -> bool:
-        """Whether a baseline needs no parity check: it is the training as the user has it, or the plain run.
-
-        A check compares with the plain run, and the user's own setting is not to be changed.
-        """
+        """Whether a baseline needs no parity check: it is the training as the user has it, or the plain run."""
         return config == self.plain_config and (config == self.own_config or is_plain_run(config))
 
     def known_parity(self, config: TrainingConfig) -> Parity | None:
@@ -278,20 +249,14 @@ class Session:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest good trial so far that keeps what the user fixed, which the baseline may not.
-
-        Compared as if the cores had kept their speed.
-        """
+        """The fastest good trial so far that keeps what the user fixed, as if the cores had kept their speed."""
         kept = {trial.number: trial for trial in self.store.trials if self._keeps(trial.config)}
         found = best_trial((t.at_pace(1 / self.model.pace_of(t)) for t in kept.values()), self.objective)
         return None if found is None else kept[found.number]
 
     @property
     def eligible(self) -> list[CandidateRuns]:
-        """The configurations that may become the plan, fastest first.
-
-        Those that ran, keep what the user fixed, and did not fail a parity check.
-        """
+        """What may become the plan, fastest first: it ran, keeps what the user fixed, and failed no parity check."""
         return [runs for runs in self.may_be_plan if runs.config not in self.unchecked]
 
     @property
@@ -347,7 +312,9 @@ class Session:
     def claim_rounds(self, config: TrainingConfig) -> ClaimRounds | None:
         """The claim of this configuration that was begun with these limits or larger ones; None: it was not."""
         last, most = next(reversed(self.store.claims), None), self.options.max_trials
-        if last is None or last.config != config or last.budget_s < self.whole_budget_s:
+        if last is None or last.config != config or last.reference != self.plain_config:
+            return None
+        if last.budget_s < self.whole_budget_s:
             return None
         grown = last.max_trials is not None and (most is None or most > last.max_trials)
         return None if grown else last
@@ -360,8 +327,6 @@ class Session:
     def take_context(self, context: SearchContext) -> None:
         """Goes on with a context that knows more: the candidates are predicted anew, and all trials taken in again."""
         model = make_model(self.options, context, self.store, self.budget_s)
-        for trial in without_void(self.model.trials):
-            model.observe(trial)
         for config in self.model.out_of_turn:
             model.set_aside(config)
         for config in self.unchecked:
@@ -459,13 +424,7 @@ class Session:
             self.write_line(work, began_s)
 
     def write_line(self, work: Work, began_s: float, part: int | None = None) -> None:
-        """Writes the line of a piece of work that ends now.
-
-        Args:
-            work: The piece.
-            began_s: Of the budget, spent before it.
-            part: Of the machine, where it ran beside others.
-        """
+        """Writes the line of a piece that began at `began_s` of the budget; `part`: of the machine, beside others."""
         seconds = self.store.spent_s - began_s
         self.store.add(
             WorkLine(
@@ -484,16 +443,9 @@ class Session:
         )
 
     def measure(self, purpose: Purpose, config: TrainingConfig, **limits: Unpack[TrialLimits]) -> Trial:
-        """Runs one trial and writes it to disk before anything else happens.
-
-        A Ctrl-C passes through; the trial that it ended is not kept in the record.
-
-        Args:
-            purpose, config: What it is for, and what is measured.
-            limits: When it is ended, and how it is timed.
-        """
+        """Runs one trial and writes it to disk before anything else. Ctrl-C passes through; its trial is not kept."""
         order = self.begin_trial(purpose, config, **limits)
-        if self.side is not None and self.side.has_copies(order):
+        if self.side is not None and purpose == "baseline" and self.side.fits_a_part(config):
             return self.end_trial(self.side.run_with_copies(order))
         trial = self.runner.run(
             order,
@@ -513,12 +465,7 @@ class Session:
     def measure_round(
         self, purpose: Purpose, runs: Sequence[Trial], limits: Sequence[TrialLimits]
     ) -> tuple[Trial, ...] | None:
-        """Runs two trials in slices, and writes both to disk.
-
-        Args:
-            purpose: What they are for.
-            runs: Earlier ones of both configurations.
-            limits: When they are ended, and how they are timed.
+        """Runs two trials in slices, and writes both to disk; `runs`: earlier ones of both configurations.
 
         Returns:
             Both; none if the time was over, or something outside ended them each time; None if one did not come to its
@@ -552,19 +499,9 @@ class Session:
         return None
 
     def begin_trial(
-        self,
-        purpose: Purpose,
-        config: TrainingConfig,
-        *,
-        taken: Sequence[int] = (),
-        **limits: Unpack[TrialLimits],
+        self, purpose: Purpose, config: TrainingConfig, *, taken: Sequence[int] = (), **limits: Unpack[TrialLimits]
     ) -> TrialOrder:
-        """The order for a trial, with a number that no other has; the arguments are those of `measure`.
-
-        Args:
-            purpose, config, limits: As in `measure`.
-            taken: Numbers of trials that begin with it.
-        """
+        """The order for a trial, with a number that no other has; `taken`: numbers of trials that begin with it."""
         beside = () if self.side is None else self.side.numbers
         number = max([self.store.take_number(), *(1 + other for other in (*taken, *beside))])
         prediction = self.predict(config)
@@ -679,7 +616,7 @@ def is_checked_alike(config: TrainingConfig, failed: TrainingConfig, parity: Par
 
 
 def make_model(options: SearchOptions, context: SearchContext, store: Store, budget_s: float) -> CandidateModel:
-    """The model of the candidates before the first trial: the cost model's predictions, and the cost of trials."""
+    """The model of the candidates: predictions, the cost of trials, and what the trials so far have taught."""
     cost = TrialCost(
         context.candidates,
         global_batch=context.spec.global_batch,
@@ -697,4 +634,7 @@ def make_model(options: SearchOptions, context: SearchContext, store: Store, bud
         objective=options.wanted,
     )
     leave_out_failed(model, context, store)
+    for trial in without_void(store.trials):
+        if not trial.is_repeat:
+            model.observe(trial)
     return model

@@ -70,43 +70,24 @@ TIMED = "operations timed"
 
 @dataclass(frozen=True, kw_only=True)
 class SearchContext:
-    """The search's knowledge of the workload and the machine: enough for the baseline, and more after each piece.
-
-    Attributes:
-        means: What the pieces are made with.
-        spec: The workload's spec, complete.
-        hardware: The machine.
-        probed: Its rates are those of the whole probes.
-        device: cuda or cpu.
-        nproc: The largest number of ranks.
-        memory_limit_bytes: Of one trial on its device.
-        host_limit_bytes: Of one trial's processes in host memory together.
-        facts: The workload's facts.
-        space: All legal candidates. No piece adds to it; a variant that fails in its trace leaves it.
-        held: (knob, value) of what is tried only where nothing else fits.
-        profile: The model: its traced variants, and the rough ones.
-        plain_trace_s: What the trace of the plain variant took, in seconds.
-        candidates: Those worth a trial, in the space's order.
-        left_out: Families never tried, by any limit.
-        asked: The variants that a trace was asked for, by their text: one that did not come to its end stays rough.
-    """
+    """The search's knowledge of the workload and the machine: enough for the baseline, and more after each piece."""
 
     means: Means
-    spec: WorkloadSpec
+    spec: WorkloadSpec  # complete
     hardware: HardwareProfile
-    probed: bool
+    probed: bool  # its rates are those of the whole probes
     device: Literal["cuda", "cpu"]
-    nproc: int
-    memory_limit_bytes: int
-    host_limit_bytes: int
+    nproc: int  # the largest number of ranks
+    memory_limit_bytes: int  # of one trial on its device
+    host_limit_bytes: int  # of one trial's processes in host memory together
     facts: WorkloadFacts
-    space: Space
-    held: tuple[tuple[str, str], ...]
-    profile: ModelProfile
-    plain_trace_s: float
-    candidates: tuple[TrainingConfig, ...] = ()
-    left_out: tuple[LeftOutFamily, ...] = ()
-    asked: frozenset[str] = frozenset()
+    space: Space  # all legal candidates: no piece adds to it, and a variant that fails in its trace leaves it
+    held: tuple[tuple[str, str], ...]  # (knob, value) of what is tried only where nothing else fits
+    profile: ModelProfile  # the variants that were traced, and the rough ones
+    plain_trace_s: float  # what the trace of the plain variant took
+    candidates: tuple[TrainingConfig, ...] = ()  # those worth a trial, in the space's order
+    left_out: tuple[LeftOutFamily, ...] = ()  # families never tried, by any limit
+    asked: frozenset[str] = frozenset()  # texts of variants whose trace was asked for; one that did not end stays rough
 
     @cached_property
     def estimator(self) -> Estimator:
@@ -130,8 +111,9 @@ class SearchContext:
         return _variants(self.facts, configs)
 
     def rough(self, config: TrainingConfig) -> bool:
-        """Whether a configuration is predicted without a trace of its variant."""
-        return any(key.text() in self.profile.rough_variants for key in self.variants(config))
+        """Whether a configuration is predicted without a trace of its variant, and none was asked for."""
+        missing = {*self.profile.rough_variants} - self.asked
+        return any(key.text() in missing for key in self.variants(config))
 
 
 def begin_search(means: Means) -> SearchContext:
@@ -254,13 +236,13 @@ def probe_more(context: SearchContext) -> SearchContext:
 
 def trace_cost_s(context: SearchContext, variants: Sequence[VariantKey] | None = None) -> float:
     """Seconds that `trace_more` is expected to take for these variants; 0: it would change nothing."""
-    wanted = _rough(context, variants)
-    if not wanted and not _is_untimed(context):
+    wanted, (untimed, timing_s) = _rough(context, variants), _timing(context)
+    if not wanted and not untimed:
         return 0.0
     plain_s, known = context.plain_trace_s, context.profile
-    again = max(len(known.variants) - len(known.rough_variants) - 1, 0) if _is_untimed(context) else 0  # to be timed
+    again = max(len(known.variants) - len(known.rough_variants) - 1, 0) if untimed else 0  # to be timed
     more_s = min(VARIANT_SHARE * plain_s * (len(wanted) + again), TRACE_SHARE * context.means.budget_s)
-    return plain_s + more_s + _timing_s(context)
+    return plain_s + more_s + timing_s
 
 
 def trace_more(context: SearchContext, variants: Sequence[VariantKey] | None = None) -> SearchContext:
@@ -268,10 +250,9 @@ def trace_more(context: SearchContext, variants: Sequence[VariantKey] | None = N
 
     What there is no time for stays rough. Operations are timed on the device.
     """
-    wanted = _rough(context, variants)
-    if not wanted and not _is_untimed(context):
+    wanted, (untimed, timing_s) = _rough(context, variants), _timing(context)
+    if not wanted and not untimed:
         return context
-    timing_s = _timing_s(context)
     means, everything = context.means, _variants(context.facts, context.space.candidates)
     profile = _trace(
         means,
@@ -303,21 +284,13 @@ def _rough(context: SearchContext, variants: Sequence[VariantKey] | None) -> tup
     return tuple(key for key in wanted if key.text() in missing)
 
 
-def _is_untimed(context: SearchContext) -> bool:
-    """Whether no operation was timed yet."""
-    timing_s = _whole_timing_s(context.means)
-    return context.facts.step_s is None and TIMED not in context.asked and context.profile.timing_s < timing_s
-
-
-def _timing_s(context: SearchContext) -> float:
-    """Seconds that the next trace may time operations for."""
-    return (1.0 if _is_untimed(context) else LATER_TIMING) * _whole_timing_s(context.means)
-
-
-def _whole_timing_s(means: Means) -> float:
+def _timing(context: SearchContext) -> tuple[bool, float]:
+    """Whether no operation was timed yet, and the seconds that the next trace may time some for."""
     from autoplan.planner.trace.trace import TIMING_BUDGET_S
 
-    return min(TIMING_BUDGET_S, TIMING_SHARE * means.budget_s)
+    whole_s = min(TIMING_BUDGET_S, TIMING_SHARE * context.means.budget_s)
+    untimed = context.facts.step_s is None and TIMED not in context.asked and context.profile.timing_s < whole_s
+    return untimed, whole_s if untimed else LATER_TIMING * whole_s
 
 
 def _trace(
@@ -447,19 +420,12 @@ def _first_rates(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Where a search runs, by its options and this machine.
-
-    Attributes:
-        device: cuda or cpu.
-        nproc: The largest number of ranks.
-        given_limit_bytes: The memory limit that the options give; None: they give none.
-        ranks_per_node: Ranks on each of --nodes; None: all ranks run on this machine.
-    """
+    """Where a search runs, by its options and this machine."""
 
     device: Literal["cuda", "cpu"]
-    nproc: int
-    given_limit_bytes: int | None
-    ranks_per_node: int | None = None
+    nproc: int  # the largest number of ranks
+    given_limit_bytes: int | None  # the memory limit that the options give
+    ranks_per_node: int | None = None  # of --nodes; None: all ranks run on this machine
 
 
 def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
@@ -503,15 +469,11 @@ def limits(
     measured: HardwareProfile | None = None,
     parts: int = 1,
 ) -> tuple[int, int]:
-    """The most memory that one trial may take: on its device, and of the host.
+    """The most memory that one trial may take, in bytes: on its device, and of the host.
 
-    Args:
-        hardware: The machine as it is now.
-        device: cuda or cpu.
-        wanted_bytes: The limit that was given; None: a share of what is available.
-        ranks: At most so many, each with a GPU of its own: the one with the least memory counts.
-        measured: The probed machine, which says what a CUDA context takes; None: assumed.
-        parts: So many trials run at once; on CPU they share the memory.
+    `wanted_bytes` is the limit that was given; None: a share of what is available now, on CUDA on the one of the
+    `ranks`' GPUs that has the least, without what a process takes there (`measured` by the probes, else assumed).
+    `parts` trials run at once; on CPU they share the memory.
 
     Raises:
         DeviceError: the machine does not say how much is available, and no limit was given.

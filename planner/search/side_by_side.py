@@ -1,12 +1,7 @@
-"""Looks on several parts of this machine at once: what runs where, and what is kept the same for all of them.
+"""Looks on several parts of this machine at once, under one load (docs/search.md, "Several looks at once").
 
-In: pieces of work, and orders for their trials. Out: trials that have ended. What is next is decided elsewhere. All
-else that a search does runs alone, with nothing on the other parts.
-
-Looks are compared with each other, so all of them have the same load: while one runs, every other part is busy too,
-with another look, or, if there is none, with the baseline again, which does not count. The baseline itself is
-measured with copies of it on the other parts. What is measured so is marked (`Trial.beside`). Pairs and the rounds of
-the claim run alone, one after the other: what a plan claims does not rest on a load.
+In: pieces of work, and orders for their trials. Out: trials that have ended, marked as beside others (`Trial.beside`).
+While a look runs each other part has another look, or the baseline again, which does not count. All else runs alone.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from autoplan.planner.records.trials import Trial
-from autoplan.planner.search.next_work import BESIDE, Work
+from autoplan.planner.search.next_work import Work
 from autoplan.planner.trials.measure import ToBeat
 from autoplan.planner.trials.parts import Parts
 from autoplan.planner.trials.runner import TrialOrder
@@ -26,14 +21,7 @@ from autoplan.strategies.config import TrainingConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
-    """A look that runs on a part.
-
-    Attributes:
-        part: The number of the part.
-        work: The piece of work.
-        began_s: Of the budget, spent before it.
-        order: For its trial.
-    """
+    """A look that runs on a part (its number); `began_s` of the budget was spent before it."""
 
     part: int
     work: Work
@@ -43,23 +31,14 @@ class Begun:
 
 @dataclass(kw_only=True)
 class SideBySide:
-    """The parts of a machine in one run of a search, and the looks on them.
-
-    Attributes:
-        parts: They run trials.
-        on_gpus: A part is a GPU: what needs several runs alone. On a CPU a part is all that a trial ever has.
-        on_progress: Is told how far the look is that runs longest.
-        on_attempt: Is told of each run that something outside ended.
-        left_s: Seconds left for running a trial again.
-        begun: The looks that run, by the number of their part, the oldest first.
-    """
+    """The parts of a machine in one run of a search, and the looks on them."""
 
     parts: Parts
-    on_gpus: bool
-    on_progress: Callable[[Progress], None]
-    on_attempt: Callable[[TrialOrder, ProcessReport], None]
-    left_s: Callable[[], float]
-    begun: dict[int, Begun] = field(default_factory=dict)
+    on_gpus: bool  # a part is a GPU: what needs several runs alone; on a CPU a part is all that a trial ever has
+    on_progress: Callable[[Progress], None]  # is told how far the look is that runs longest
+    on_attempt: Callable[[TrialOrder, ProcessReport], None]  # is told of each run that something outside ended
+    left_s: Callable[[], float]  # seconds left for running a trial again
+    begun: dict[int, Begun] = field(default_factory=dict)  # the looks by their part, the oldest first
 
     @property
     def numbers(self) -> list[int]:
@@ -84,10 +63,6 @@ class SideBySide:
     def fits_a_part(self, config: TrainingConfig | None) -> bool:
         """Whether a configuration runs on one part."""
         return config is not None and not (self.on_gpus and config.world_size > 1)
-
-    def may_begin(self, work: Work) -> bool:
-        """Whether a piece of work may run beside others."""
-        return work.kind in BESIDE and self.fits_a_part(work.config)
 
     def slower(self, to_beat: ToBeat | None) -> ToBeat | None:
         """The step time that a look has to beat, whatever its load is.
@@ -120,10 +95,6 @@ class SideBySide:
         ended = self.parts.wait(on_progress=self._on_progress, on_attempt=self.on_attempt)
         self.parts.sit(ended.part)  # what is decided now is no load to the others
         return self.begun.pop(ended.part), self._marked(ended.trial)
-
-    def has_copies(self, order: TrialOrder) -> bool:
-        """Whether a trial is measured with copies of it on the other parts: the baseline is."""
-        return order.purpose == "baseline" and self.fits_a_part(order.config)
 
     def run_with_copies(self, order: TrialOrder) -> Trial:
         """Runs a trial on the first part, and copies of it on all others, which do not count."""

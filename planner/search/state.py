@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -16,20 +16,8 @@ import numpy as np
 
 from autoplan.planner.records.trials import Trial
 from autoplan.planner.search.candidate_model import next_looks, ordered
-from autoplan.planner.search.claim import (
-    LEAST_ROUNDS,
-    rounds_kept,
-    rounds_needed,
-)
-from autoplan.planner.search.next_work import (
-    HAND_GAIN,
-    TRIED_SHARE,
-    Option,
-    ShownGain,
-    State,
-    check_gain,
-    pair_gain,
-)
+from autoplan.planner.search.claim import LEAST_ROUNDS, rounds_kept, rounds_needed
+from autoplan.planner.search.next_work import HAND_GAIN, TRIED_SHARE, ShownGain, State, Work, check_gain, pair_gain
 from autoplan.planner.search.objective import devices_of
 from autoplan.planner.search.references import hand_setting, plain_configs
 from autoplan.planner.search.selection import (
@@ -58,10 +46,9 @@ NEAR_THE_FRONT = 12
 """So many of the next candidates have their variants traced together."""
 
 FIRST_PAIR_GAIN = 0.01
-"""The gain, at the least, of the first pair of a leader that shares the machine in slices with the next best. Looks on
-shared cores may differ by more than is known: of a small transformer by 10 to 14 %, where the cores' readings said 5 %.
-Then the luckiest look led, seemed to be out of reach of all others, and the rounds of its claim showed nothing. Chosen:
-a pair comes before claims, and after looks that gain more."""
+"""The least gain of the first pair of a leader that shares the machine in slices with the next best: on shared cores
+the luckiest look may seem out of reach (looks at a small transformer differed by 10 to 14 %, where the cores' readings
+said 5 %). Chosen: a pair comes before claims, and after looks that gain more."""
 
 SLOW_MOMENTS = 1.15
 """The factor on the expected time of the rounds of a claim: one of them may meet a slow moment. Assumed."""
@@ -79,11 +66,7 @@ minute or two, nine of ten took less than predicted."""
 
 
 def read_state(session: Session) -> State:
-    """The state now.
-
-    Args:
-        session: The search.
-    """
+    """The state now."""
     if not session.plain_is_known:
         return State(baseline=_baseline(session))
     plain = session.baseline
@@ -115,13 +98,13 @@ def read_state(session: Session) -> State:
     )
 
 
-def _baseline(session: Session) -> Option:
+def _baseline(session: Session) -> Work:
     """The baseline, at the low ends of what is predicted: a budget is refused only if it is sure to be too small."""
     config = plain_configs(session)[0]
     prediction = session.predict(config)
     optimism = prediction.step_time_low_s / prediction.step_time_s
     fixed_s = session.trial_cost.fixed_s
-    return Option(
+    return Work(
         kind="baseline",
         config=config,
         cost_s=fixed_s + optimism * max(0.0, session.model.cost_s(config) - fixed_s),
@@ -139,7 +122,7 @@ def plain_needs_s(session: Session) -> float:
 # Finding.
 
 
-def _looks(session: Session) -> Iterator[Option]:
+def _looks(session: Session) -> Iterator[Work]:
     """The untried candidates that can still win and whose look fits in the time, the best score first."""
     if session.sampler is not None:
         yield from _drawn_look(session)
@@ -151,20 +134,20 @@ def _looks(session: Session) -> Iterator[Option]:
     eager = [index for index in ranked if model.candidates[index].compile == "off"]
     front = {*ranked[:MOST_LOOKS], *eager[:MOST_LOOKS]}  # near the end there may be time to prove those alone
     for index in filter(front.__contains__, ranked):
-        config, cost_s = model.candidates[index], float(now.cost_s[index])
-        yield Option(
+        config, step_s = model.candidates[index], model.pace * math.exp(float(now.posterior.log_time[index]))
+        yield Work(
             kind="look",
             config=config,
             gain=float(gain[index]),
-            cost_s=cost_s,
-            needs_s=needs_s(session, config, cost_s),
+            cost_s=float(now.cost_s[index]),
+            needs_s=needs_s(session, config, step_s),
             check_s=check_s(session, config),
             why="it has the largest expected gain for its cost",
             devices=config.world_size,
         )
 
 
-def _drawn_look(session: Session) -> Iterator[Option]:
+def _drawn_look(session: Session) -> Iterator[Work]:
     """A look at the candidate that another sampler is going to draw; none where nothing untried fits in the time."""
     model = session.model
     now = model.assess()
@@ -174,29 +157,23 @@ def _drawn_look(session: Session) -> Iterator[Option]:
     if wanted.any():
         cost_s = float(np.median(now.cost_s[wanted]))
         why = f"--sampler {session.options.sampler} draws it"
-        yield Option(kind="look", gain=1.0, cost_s=cost_s, needs_s=all_s, check_s=checked_s, why=why)
+        yield Work(kind="look", gain=1.0, cost_s=cost_s, needs_s=all_s, check_s=checked_s, why=why)
 
 
-def _sharpening(session: Session, looks: Sequence[Option]) -> Iterator[Option]:
+def _sharpening(session: Session, looks: Sequence[Work]) -> Iterator[Work]:
     """The probe and the trace that the predictions of the next candidates wait for."""
     context = session.context
     probe_s = probe_cost_s(context)
     if probe_s > 0:
-        yield Option(kind="probe", cost_s=probe_s, why="rates that are assumed rank all that is not tried")
+        yield Work(kind="probe", cost_s=probe_s, why="rates that are assumed rank all that is not tried")
     near = [look.config for look in looks[:NEAR_THE_FRONT] if look.config is not None]
-    rough = [config for config in near if context.rough(config) and config not in session.traced]
+    rough = [config for config in near if context.rough(config)]
     trace_s = trace_cost_s(context, context.variants(*rough)) if near and rough[:1] == near[:1] else 0.0
     if trace_s > 0:
-        yield Option(kind="trace", config=near[0], cost_s=trace_s, why="the next ones are predicted without a trace")
+        yield Work(kind="trace", config=near[0], cost_s=trace_s, why="the next ones are predicted without a trace")
 
 
-def near_configs(session: Session, config: TrainingConfig) -> list[TrainingConfig]:
-    """Whose variants are traced when the prediction of this candidate waits for it: its own, and of the next ones."""
-    looks = list(_looks(session))[:NEAR_THE_FRONT]
-    return [config, *(look.config for look in looks if look.config is not None)]
-
-
-def _hand(session: Session, leader: CandidateRuns) -> Option | None:
+def _hand(session: Session, leader: CandidateRuns) -> Work | None:
     """The look at the hand setting, once there is a leader to compare with it.
 
     None where the baseline is the user's own setting: that is the one that a person chose.
@@ -210,7 +187,7 @@ def _hand(session: Session, leader: CandidateRuns) -> Option | None:
     if config is None or config in session.elsewhere:
         return None
     tried = session.has_verdict(config)
-    return Option(
+    return Work(
         kind="hand setting",
         config=config,
         gain=max(HAND_GAIN, session.model.gain_of(config)),
@@ -222,7 +199,7 @@ def _hand(session: Session, leader: CandidateRuns) -> Option | None:
     )
 
 
-def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
+def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Work]:
     """The leader beside each configuration that may be as fast: two fresh processes, in an order that is drawn."""
     spread, cost = session.run_spread, session.trial_cost
     if "pair" in session.taken:  # rounds are numbered one after the other
@@ -244,19 +221,14 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
         sd = pair_sd / math.sqrt(made) if made and unlike else spread.sd * math.sqrt(2 / (1 + made))
         if not made and (found := _by_others(thirds, leader, other)) is not None:
             difference, sd = found
-        gain = pair_gain(
-            difference,
-            sd,
-            pair_sd,
-            ratio_sd=session.model.ratio_sd(leader.config, other.config),
-        )
+        gain = pair_gain(difference, sd, pair_sd, ratio_sd=session.model.ratio_sd(leader.config, other.config))
         if runner_up is not None and other.config == runner_up.config:
             gain = max(gain, FIRST_PAIR_GAIN)
-        yield Option(
+        yield Work(
             kind="pair",
             config=other.config,
             gain=gain,
-            cost_s=cost.round_s(leader.first, other.first, sliced=sliced),
+            cost_s=cost.round_s(leader.first, other.first, sliced=sliced, slower=_slower(session)),
             needs_s=needs_s(session, other.config),
             check_s=check_s(session, other.config),
             why="single runs do not tell it from the leader",
@@ -360,16 +332,11 @@ def _provable(session: Session, runs: CandidateRuns) -> int:
     return 2 if claim is None or TRIED_SHARE * claim.cost_s <= left_s else 1
 
 
-def needs_s(session: Session, config: TrainingConfig, look_s: float | None = None) -> float:
+def needs_s(session: Session, config: TrainingConfig, step_s: float | None = None) -> float:
     """Seconds that a configuration needs if it leads: its parity check and the fewest rounds of a claim.
 
-    While other work disturbs each trial, the check alone: a GPT-2 beside a busy core was looked at once, in ten
-    minutes, since the rounds that could not claim anything had no room.
-
-    Args:
-        session: The search.
-        config: The configuration.
-        look_s: What its look is expected to take; None: it is predicted here, which takes some 10 ms.
+    While other work disturbs each trial, the check alone: rounds that could claim nothing left a GPT-2 one look in ten
+    minutes. `step_s`: what its step is expected to take; None: it is predicted here, which takes some 10 ms.
     """
     plain = session.baseline
     if plain is None or config == plain.config:
@@ -377,7 +344,7 @@ def needs_s(session: Session, config: TrainingConfig, look_s: float | None = Non
     if is_under_load(session.store.trials):  # no claim holds beside other work
         return check_s(session, config)
     rounds = rounds_kept(_round_spread(session, config))
-    return check_s(session, config) + SLOW_MOMENTS * rounds * round_s(session, config, look_s)
+    return check_s(session, config) + SLOW_MOMENTS * rounds * round_s(session, config, step_s)
 
 
 def shown_gain(session: Session, leader: CandidateRuns) -> ShownGain | None:
@@ -412,9 +379,7 @@ def believed_gain(session: Session, leader: CandidateRuns) -> tuple[float, float
     assert plain is not None and plain.step_time_s is not None
     run_sd, _ = session.run_spread.of_ratio()
     known = [(max(0.0, math.log(plain.step_time_s.median / at_plain_pace_s(session, leader))), run_sd)]
-    beside = None
-    if leader.finalist_runs:
-        beside = next((runs for runs in session.eligible if runs.config == plain.config), None)
+    beside = next((runs for runs in session.eligible if runs.config == plain.config), None)
     if beside is not None and in_slices(*(pair := match_rounds(leader, beside))) and (rounds := shared_rounds(pair)):
         pair_sd, _ = SLICED.of_ratio()
         known.append((math.log(speed_ratio(*pair).median), pair_sd / math.sqrt(len(rounds))))
@@ -457,20 +422,21 @@ def _check_factor(session: Session) -> float | None:
     return min(max(float(np.median(made)), least), most) if made else None
 
 
-def round_s(session: Session, config: TrainingConfig, look_s: float | None = None) -> float:
+def round_s(session: Session, config: TrainingConfig, step_s: float | None = None) -> float:
     """Expected seconds of one round of the claim: a run of the configuration and one of the baseline."""
     plain, cost, model = session.baseline, session.trial_cost, session.model
     assert plain is not None
-    first, sliced = session.first_run(config), _is_sliced(session, config)
-
-    def slower(trial: Trial) -> float:
-        return model.pace / model.pace_of(trial)
-
+    first, sliced, slower = session.first_run(config), _is_sliced(session, config), _slower(session)
     if first is not None:
         return cost.round_s(first, plain, sliced=sliced, slower=slower)
-    own_s = cost.warm_s(config, model.cost_s(config) if look_s is None else look_s)
+    own_s = cost.warm_s(config, model.step_s(config) if step_s is None else step_s)
     twice_s = cost.round_s(plain, plain, sliced=False, slower=slower)
     return own_s + cost.round_s(plain, plain, sliced=sliced, slower=slower) - twice_s / 2
+
+
+def _slower(session: Session) -> Callable[[Trial], float]:
+    """How many times as long a step takes on the cores of now as on those of a trial."""
+    return lambda trial: session.model.pace / session.model.pace_of(trial)
 
 
 def _is_sliced(session: Session, config: TrainingConfig) -> bool:
@@ -485,7 +451,7 @@ def _round_spread(session: Session, config: TrainingConfig) -> Spread:
     return SLICED if _is_sliced(session, config) else session.run_spread
 
 
-def _check(session: Session, leader: CandidateRuns) -> Option | None:
+def _check(session: Session, leader: CandidateRuns) -> Work | None:
     if session.known_parity(leader.config) is not None:
         return None
     passed = [c for c in session.eligible if (found := session.store.parity_of(c.config)) is not None and found.passed]
@@ -504,8 +470,8 @@ def _check(session: Session, leader: CandidateRuns) -> Option | None:
     return None if option.key in session.taken else option
 
 
-def _check_of(session: Session, config: TrainingConfig, gain: float, why: str) -> Option:
-    return Option(kind="parity", config=config, gain=gain, cost_s=check_s(session, config), why=why)
+def _check_of(session: Session, config: TrainingConfig, gain: float, why: str) -> Work:
+    return Work(kind="parity", config=config, gain=gain, cost_s=check_s(session, config), why=why)
 
 
 def numerics_of(config: TrainingConfig) -> tuple[object, ...]:
@@ -518,13 +484,13 @@ NUMERICS = (
 )  # fmt: skip
 
 
-def _claim(session: Session, leader: CandidateRuns) -> Option | None:
+def _claim(session: Session, leader: CandidateRuns) -> Work | None:
     """The fewest rounds of the claim, or its next one once it began; None: nothing to claim, or all are made."""
     plain = session.baseline
     if plain is None or leader.config == plain.config or session.claim_is_over(leader.config):
         return None
     rounds = LEAST_ROUNDS if session.claim_rounds(leader.config) is None else 1
-    return Option(
+    return Work(
         kind="claim",
         config=leader.config,
         cost_s=rounds * round_s(session, leader.config),

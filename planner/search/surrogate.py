@@ -57,30 +57,8 @@ Z_90, Z_95 = 1.645, 1.96
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Posterior:
-    """The model's predictions of each candidate after the trials; arrays over the candidates.
-
-    Attributes:
-        log_time, log_time_sd: Natural logarithm of the step time in seconds: mean and standard deviation.
-        fits: Probability that the peak stays within the limit.
-        works: Probability that it runs and passes its check, by how the trials and checks of similar ones ended.
-        log_memory, log_memory_sd: Natural logarithm of the peak in bytes.
-    """
-
-    log_time: Array
-    log_time_sd: Array
-    fits: Array
-    works: Array
-    log_memory: Array
-    log_memory_sd: Array
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Prior:
-    """The cost model's predictions of some configurations: means and standard deviations of natural logarithms.
-
-    Time is in seconds, memory in bytes.
-    """
+    """What is expected of some configurations: mean and standard deviation of the natural logarithms of s and bytes."""
 
     log_time: Array
     log_time_sd: Array
@@ -104,15 +82,23 @@ class Prior:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Observed:
-    """Observed logarithms at some configurations; arrays over the observations.
+class Posterior(Prior):
+    """The same of each candidate after the trials.
 
     Attributes:
-        codes: The configurations (`encode`).
-        values: What was observed.
-        mean, sd: Of the prior there.
-        noise: Standard deviation of each observation around the truth.
-        weights: Of the knobs in `similarity`.
+        fits: Probability that the peak stays within the limit.
+        works: Probability that it runs and passes its check, by how the trials and checks of similar ones ended.
+    """
+
+    fits: Array
+    works: Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """Observed logarithms of some configurations, whose rows are `codes` (`encode`), beside the prior there.
+
+    `noise` is the standard deviation of each around the truth; `weights` are of the knobs in `similarity`.
     """
 
     codes: Array
@@ -200,19 +186,13 @@ def as_value(bounds: Array, mean: Array, sd: Array) -> tuple[Array, Array]:
     """
     wide = np.hypot(sd, NOISE)
     z = np.clip((bounds - mean) / wide, -30.0, 30.0)
-    hazard = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) / np.maximum(0.5 * _erfc(z / math.sqrt(2.0)), 1e-300)
+    hazard = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) / normal_cdf(-z)
     left = np.maximum(hazard * (hazard - z), 1e-12)  # by this share of itself the variance gets smaller
     return mean + wide * hazard / left, np.sqrt(np.maximum(wide**2 / left - sd**2, NOISE**2))
 
 
 class Surrogate:
-    """The Gaussian process over a fixed list of candidates.
-
-    Args:
-        candidates: The legal configurations that may fit.
-        memory_limit_bytes: The limit on the peak: of one device, or on CPU of all ranks together.
-        device: cuda or cpu.
-    """
+    """The Gaussian process over a fixed list of candidates; the memory limit is of a device, or on CPU of all ranks."""
 
     def __init__(self, candidates: Sequence[TrainingConfig], memory_limit_bytes: float, device: str) -> None:
         self.candidates = tuple(candidates)
@@ -225,13 +205,10 @@ class Surrogate:
     def posterior(
         self, prior: Prior, trials: Sequence[Trial], trial_prior: Prior, refused: Collection[TrainingConfig] = ()
     ) -> Posterior:
-        """The posterior of all candidates.
+        """The posterior of all candidates after the finished trials.
 
-        Args:
-            prior: The cost model's predictions of the candidates, as it is calibrated now.
-            trials: The finished trials. Of one that was stopped a lower bound of its time counts (`as_value`).
-            trial_prior: The same model's predictions of the configurations of the trials.
-            refused: What ran and failed its parity check.
+        `prior`, `trial_prior`: the cost model's predictions, as it is calibrated now, of the candidates and the trials;
+        `refused` ran and failed their parity check.
         """
         with_peak = [i for i, trial in enumerate(trials) if self._observed_peak_bytes(trial) is not None]
         codes = encode([trial.config for trial in trials])
@@ -321,10 +298,9 @@ def expected_improvement(posterior: Posterior, best_log_time: float) -> Array:
 
 def normal_cdf(z: Array) -> Array:
     """The standard normal distribution function."""
-    return 0.5 * (1.0 + _erf(z / math.sqrt(2.0)))
+    return 0.5 * _erfc(-z / math.sqrt(2.0))
 
 
-_erf = np.vectorize(math.erf, otypes=[float])
 _erfc = np.vectorize(math.erfc, otypes=[float])
 
 

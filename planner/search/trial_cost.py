@@ -32,7 +32,6 @@ from autoplan.planner.trials.request import (
     MEASURING_S,
     SAMPLES,
     SLICED_S,
-    VERY_EXPENSIVE_LOOK,
     is_very_expensive,
     look_s,
     spared_micro_steps,
@@ -70,22 +69,9 @@ FxGraphHashDetails.cpp_runtime_thread_count)."""
 
 
 class TrialCost:
-    """Expected seconds of trials.
+    """Expected seconds of trials; arrays are in the order of the candidates (`configs`)."""
 
-    Args:
-        configs: The candidates; arrays are in their order.
-        global_batch, num_blocks: Of the workload.
-        device: cpu or cuda.
-    """
-
-    def __init__(
-        self,
-        configs: Sequence[TrainingConfig],
-        *,
-        global_batch: int,
-        num_blocks: int,
-        device: str,
-    ) -> None:
+    def __init__(self, configs: Sequence[TrainingConfig], *, global_batch: int, num_blocks: int, device: str) -> None:
         self.global_batch = global_batch
         block, more = COMPILE_S[device]
         self._assumed_s = {"block": block, "model": block + more * num_blocks}
@@ -136,12 +122,7 @@ class TrialCost:
         return float(np.median(known)) if known else FIXED_S
 
     def compile_s(self, config: TrainingConfig, *, warm: bool = False) -> float:
-        """Expected seconds of a compilation; 0 where nothing is compiled.
-
-        Args:
-            config: Its scope and mode count.
-            warm: With the kernels in the cache; otherwise without.
-        """
+        """Expected seconds of a compilation, with its kernels in the cache or without; 0 where nothing is compiled."""
         return self._kind_s((config.compile, config.compile_mode), warm)
 
     def _kind_s(self, kind: tuple[str, str], warm: bool) -> float:
@@ -188,20 +169,19 @@ class TrialCost:
         compiling = self.compile_s(config, warm=self.is_warm(config))
         return float(self._total(np.array([step_time_s]), accumulation, compiling, np.array([config.world_size]))[0])
 
-    def warm_s(self, config: TrainingConfig, trial_s: float) -> float:
-        """Expected seconds of a further run of a configuration, of which `trial_s` are expected for the first."""
-        cold_s = self.compile_s(config, warm=self.is_warm(config))
+    def warm_s(self, config: TrainingConfig, step_time_s: float) -> float:
+        """Expected seconds of a further run of a configuration: its kernels are in the cache, and it may be shorter."""
         accumulation = config.accumulation(self.global_batch)
-        micro_step_s = (trial_s - self.fixed_s - cold_s) / VERY_EXPENSIVE_LOOK
+        micro_step_s = step_time_s / accumulation
         shorter_s = spared_micro_steps(config, micro_step_s, accumulation) * micro_step_s
-        return trial_s - shorter_s - cold_s + self.compile_s(config, warm=True)
+        cold_s = self.compile_s(config, warm=self.is_warm(config))
+        return self.one_s(config, step_time_s) - cold_s + self.compile_s(config, warm=True) - shorter_s
 
     def repeat_s(self, trial: Trial) -> float:
-        """Expected seconds of running a finished trial again: its kernels are in the cache."""
+        """Expected seconds of running a finished look again: its kernels are in the cache."""
         spent_s, compiled_s = trial.seconds_spent, self._compiled_s(trial)
-        if trial.round is None:
-            accumulation, micro_step_s = trial.config.accumulation(self.global_batch), self._micro_step_s(trial)
-            spent_s -= spared_micro_steps(trial.config, micro_step_s, accumulation) * micro_step_s
+        accumulation, micro_step_s = trial.config.accumulation(self.global_batch), self._micro_step_s(trial)
+        spent_s -= spared_micro_steps(trial.config, micro_step_s, accumulation) * micro_step_s
         if trial.config.compile == "off" or not compiled_s:
             return spent_s
         again_s = compiled_s if was_warm(trial) else min(compiled_s, self.compile_s(trial.config, warm=True))
@@ -215,8 +195,7 @@ class TrialCost:
         Args:
             one, other: The trials.
             sliced: In slices of time: both processes are built at once, and short steps are measured for SLICED_S.
-            slower: How many times as long its steps take now. Where they are short it makes no difference: so many
-                more are measured.
+            slower: How many times as long its steps take now; of short steps fewer are measured in the same time.
         """
         together_s = longer_s = 0.0
         for trial in (one, other):
@@ -247,11 +226,9 @@ def was_warm(trial: Trial) -> bool:
     return found is not None and int(found[1]) > 0 and int(found[2]) == 0
 
 
-# A parity check (planner/parity/) starts two processes. One runs the plain reference, the other builds the candidate as
-# training would. Both run a few small steps, then one pass at the workload's own sequence length, and passes with
-# dropout on. A compiled candidate is compiled anew for each of them: the sequences are shorter than those of its trial,
-# so that no kernel is in the cache. Where the larger steps cost less than that, the check takes the trial's own
-# micro-batch and sequence length (`takes_own_shapes`), and finds its kernels.
+# A parity check (planner/parity/) runs the plain reference and the candidate: a few small steps, one pass at the
+# workload's own length, passes with dropout on. A candidate compiles anew for each: sequences are shorter than in its
+# trial. Where larger steps cost less than that, it takes the trial's own shapes (`takes_own_shapes`).
 
 SMALL_BATCH_FACTOR = 1.5
 """A sample in the small micro-batches of the check takes so much longer than one in a trial's. With it, the check of a
@@ -268,23 +245,14 @@ DROPOUT_PASSES = 2 * DROPOUT_SEEDS + 1 + 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCost:
-    """The cost of a check on one model, besides compiling.
+    """The cost of a check on one model, besides compiling."""
 
-    Attributes:
-        sequence_length: Of the workload; None: samples are no sequences.
-        parameters: That train.
-        sample_s: Seconds of a plain forward and backward of one sample of the workload's own length.
-        optimizer_s: Seconds of the plain optimizer step.
-        has_dropout: Whether passes with dropout on are made.
-        fixed_micro_batch: The micro-batch is part of what is trained, so that the check keeps it.
-    """
-
-    sequence_length: int | None
-    parameters: float
-    sample_s: float
-    optimizer_s: float = 0.0
-    has_dropout: bool = True
-    fixed_micro_batch: bool = False
+    sequence_length: int | None  # of the workload; None: samples are no sequences
+    parameters: float  # that train
+    sample_s: float  # seconds of a plain forward and backward of one sample of the workload's own length
+    optimizer_s: float = 0.0  # seconds of the plain optimizer step
+    has_dropout: bool = True  # passes with dropout on are made
+    fixed_micro_batch: bool = False  # the micro-batch is part of what is trained, so that the check keeps it
 
 
 def takes_own_shapes(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> bool:
@@ -307,7 +275,8 @@ def _running_s(cost: ModelCost, config: TrainingConfig, *, own_shapes: bool = Fa
     micro_batch = config.micro_batch if own_shapes else _micro_batch(cost, config)
     share, sample_s = (1.0 if own_shapes else _share(cost)), SMALL_BATCH_FACTOR * cost.sample_s
     whole = check_accumulation(config) * micro_batch * config.dp
-    large = own_shapes or _is_large(cost) or CHECK_STEPS * whole * share * sample_s > MOST_STEPS_S
+    slow = CHECK_STEPS * whole * share * sample_s > MOST_STEPS_S
+    large = own_shapes or slow or cost.parameters > SMALL_MODEL_PARAMETERS
     few = (LARGE_MODEL_STEPS - WHOLE_STEPS) * micro_batch * config.dp if large else 0
     twin = 0 if twin_of(config) is None else whole if large else 3 * whole  # the first steps once more in fp32
     samples = share * (2.0 * (WHOLE_STEPS if large else CHECK_STEPS) * whole + few + twin)
@@ -330,10 +299,6 @@ def _passes_s(cost: ModelCost, config: TrainingConfig) -> float:
     return 2.0 * config.dp * SMALL_BATCH_FACTOR * cost.sample_s if _share(cost) < 1.0 else 0.0
 
 
-def _is_large(cost: ModelCost) -> bool:
-    return cost.parameters > SMALL_MODEL_PARAMETERS
-
-
 def first_steps_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
     """Expected seconds of the shortest check: the first steps of both runs, which are always made."""
     steps, micro_batch = 2 * WHOLE_STEPS, _micro_batch(cost, config)
@@ -347,15 +312,12 @@ def _micro_batch(cost: ModelCost, config: TrainingConfig) -> int:
 
 def _share(cost: ModelCost) -> float:
     """Of the workload's own sequence length, the check's."""
-    longest = LARGE_MODEL_SEQUENCE_LENGTH if _is_large(cost) else CHECK_SEQUENCE_LENGTH
+    longest = LARGE_MODEL_SEQUENCE_LENGTH if cost.parameters > SMALL_MODEL_PARAMETERS else CHECK_SEQUENCE_LENGTH
     return 1.0 if cost.sequence_length is None else min(1.0, longest / cost.sequence_length)
 
 
 def parity_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
-    """Expected seconds of the parts of a check that a verdict needs, reference included: one compilation at most.
-
-    The check leaves further ones out where time is short.
-    """
+    """Expected seconds of what a verdict needs, reference included: it does without a second compilation."""
     return sum(parity_parts_s(trials, cost, config))
 
 

@@ -14,14 +14,14 @@ from typing import Literal
 from autoplan.errors import DidNotRunError, NoFeasiblePlanError, WorkloadError
 from autoplan.planner.records.baseline import YOURS, is_plain_run
 from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Prediction, Purpose, Trial
-from autoplan.planner.search.next_work import Work
+from autoplan.planner.search.next_work import BESIDE, Work
 from autoplan.planner.search.objective import best_trial, to_beat
 from autoplan.planner.search.references import plain_configs, what_would_fit
 from autoplan.planner.search.selection import is_late
 from autoplan.planner.search.session import BudgetOver, Session, leave_out_failed
 from autoplan.planner.search.setup import probe_more, trace_more
 from autoplan.planner.search.side_by_side import Begun, SideBySide
-from autoplan.planner.search.state import check_s, claim_size, find_leader, near_configs, needs_s
+from autoplan.planner.search.state import NEAR_THE_FRONT, check_s, claim_size, find_leader, needs_s
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, own_length_s, takes_own_shapes
 from autoplan.planner.trials.runner import WORKLOAD, TrialLimits, load_compiler
 from autoplan.processes import TaskFailedError
@@ -41,8 +41,7 @@ slow, and nothing else fitted into the budget any more."""
 
 CHECK_FACTOR, CHECK_MORE_S = 1.5, 5.0
 """A parity check with what a verdict can do without has so many times what was expected, and these seconds, but none of
-the fewest rounds of the claim: a compiled GPT-2 was compiled three times in its check, which took 200 s of
-10 minutes, and no time was left for its rounds. `autoplan verify` makes them."""
+the fewest rounds of the claim (one of a compiled GPT-2 took 200 s of 10 minutes). `autoplan verify` makes the rest."""
 
 DEADLINE_FACTOR, DEADLINE_LEAST_S = 4.0, 15.0
 """A further run is ended after so many times the longest good run of its configuration, and these seconds at least."""
@@ -58,12 +57,7 @@ def drawn(session: Session, work: Work) -> Work:
 
 
 def do(session: Session, work: Work) -> None:
-    """Does one piece of work; its line in the ledger is written whatever happens.
-
-    Args:
-        session: The search.
-        work: What `next_work` named.
-    """
+    """Does one piece of work; its line in the ledger is written whatever happens."""
     with session.entry(work):
         _BY_KIND[work.kind](session, work)
 
@@ -149,25 +143,23 @@ def _repeat_gross(session: Session, trial: Trial, expected: Prediction) -> None:
 # Looks.
 
 
+PURPOSES: dict[str, Purpose] = {"look": "search", "hand setting": "reference"}
+
+
 def run_look(session: Session, work: Work) -> None:
-    """The first trial of a configuration: does it fit, and may it be faster than the leader?"""
-    assert work.config is not None
+    """A look, the hand setting's too: does it fit, and may it be faster than the leader?"""
+    config = _config_of(work)
+    if work.kind == "hand setting" and session.has_verdict(config):
+        return  # the search has tried it
+    if work.kind == "hand setting":
+        session.observer.on_phase("hand setting", config.describe())
     _refuse_lost(session)
-    session.measure("search", work.config, **look_limits(session, work.config))
+    session.measure(PURPOSES[work.kind], config, **look_limits(session, config))
 
 
 def _refuse_lost(session: Session) -> None:
     if session.lost_in_a_row >= MOST_LOST_IN_A_ROW:
         raise DidNotRunError(f"{MOST_LOST_IN_A_ROW} trials, one after the other; the last: {session.did_not_run[-1]}")
-
-
-def run_hand_setting(session: Session, work: Work) -> None:
-    """A look at the hand setting like any other: stopped once a bound puts it behind the leader."""
-    assert work.config is not None
-    if session.has_verdict(work.config):
-        return  # the search has tried it
-    session.observer.on_phase("hand setting", work.config.describe())
-    session.measure("reference", work.config, **look_limits(session, work.config))
 
 
 def look_limits(session: Session, config: TrainingConfig) -> TrialLimits:
@@ -176,7 +168,8 @@ def look_limits(session: Session, config: TrainingConfig) -> TrialLimits:
     leader = find_leader(session)
     after_s = max(needs_s(session, config), 0.0 if leader is None else needs_s(session, leader.config))
     if expected_s + after_s > session.left_s:  # there is no room for the claim
-        after_s = check_s(session, config)
+        unproved = [leader.config] if leader is not None and session.known_parity(leader.config) is None else []
+        after_s = max(check_s(session, one) for one in (config, *unproved))
     budget_s, own_s = session.hard_deadline_s(after_s), LOOK_FACTOR * expected_s + LOOK_MORE_S
     if config.compile_mode in SLOW_COMPILE_MODES:
         own_s = min(own_s, SLOW_MODE_SHARE * session.budget_s)
@@ -197,15 +190,12 @@ def look_limits(session: Session, config: TrainingConfig) -> TrialLimits:
 def take_turn(session: Session, work: Work) -> bool:
     """Starts a piece that may run beside others, or waits for one that runs; False: this piece runs alone now.
 
-    There is a part without a look.
-
-    What is best is next: if that runs alone, no other look is started before it, and the parts are left idle one after
-    the other.
+    What is best is next: if that runs alone, no other look is started before it, and one part after the other is idle.
     """
     side = session.side
     if side is None or (work.kind == "hand setting" and session.has_verdict(_config_of(work))):
         return False
-    if side.may_begin(work):
+    if work.kind in BESIDE and side.fits_a_part(work.config):
         _begin_look(session, side, work)
         return True
     if side.begun:
@@ -226,8 +216,7 @@ def _begin_look(session: Session, side: SideBySide, work: Work) -> None:
     _refuse_lost(session)
     config = _config_of(work)
     session.observer.on_work(work, session.best, session.budget())
-    purpose: Purpose = "search" if work.kind == "look" else "reference"
-    order = session.begin_trial(purpose, config, **look_limits(session, config))
+    order = session.begin_trial(PURPOSES[work.kind], config, **look_limits(session, config))
     side.begin(work, order, session.store.spent_s)
     session.set_taken(side.keys)
 
@@ -335,23 +324,19 @@ def _run_round(
 
 def run_check(session: Session, work: Work) -> None:
     """The parity check of the leader. What does not come to its end says nothing, and leads no further in this run."""
-    assert work.config is not None
-    session.observer.on_phase("parity", work.config.describe())
-    try:
-        parity = check(session, work.config, whole=not work.over)
-    except BudgetOver as over:
-        parity = None
-        session.note(f"{over} did not end in its time; there is no verdict on it")
+    config = _config_of(work)
+    session.observer.on_phase("parity", config.describe())
+    parity = _check(session, config, whole=not work.over)
     if parity is not None and parity.passed:
         return
-    session.model.set_back(work.config)
+    session.model.set_back(config)
     if parity is None:
-        session.unchecked.add(work.config)
-    else:
-        what = "fails parity" if parity.finished else "its parity check did not come to its end"
-        why = "; ".join(parity.failures) or parity.note
-        session.note(f"{work.config.describe()} was the fastest so far, but {what}: {why}")
-        leave_out_failed(session.model, session.context, session.store)
+        session.unchecked.add(config)
+        return
+    what = "fails parity" if parity.finished else "its parity check did not come to its end"
+    why = "; ".join(parity.failures) or parity.note
+    session.note(f"{config.describe()} was the fastest so far, but {what}: {why}")
+    leave_out_failed(session.model, session.context, session.store)
 
 
 def _check_time_s(session: Session, config: TrainingConfig, whole: bool) -> float:
@@ -366,29 +351,21 @@ def _check_time_s(session: Session, config: TrainingConfig, whole: bool) -> floa
     return max(expected_s, min(CHECK_FACTOR * whole_s + CHECK_MORE_S, session.left_s - claim_s))
 
 
-def check(session: Session, config: TrainingConfig, *, whole: bool) -> Parity | None:
-    """The verdict on a configuration, put on disk; None if something outside ended the check each time.
+def _check(session: Session, config: TrainingConfig, *, whole: bool) -> Parity | None:
+    """The verdict on a configuration, put on disk; None: the clock ended its check, or something outside each time.
 
-    Args:
-        session: The search.
-        config: The configuration.
-        whole: With the pass at the workload's own length, if the time allows.
+    `whole`: with the pass at the workload's own length, if the time allows.
 
     Raises:
-        BudgetOver: the check did not end in its time, which says nothing about the configuration.
         DidNotRunError: the plain reference did not run, without which nothing can be checked.
     """
     from autoplan.planner.parity.check import check_parity
     from autoplan.planner.parity.compare import CandidateDidNotRunError, where_ended
 
-    trials, cost = session.trial_cost, session.parity_cost
-    deadline_s = session.hard_deadline_s(0.0)
-    if deadline_s <= 1.0:
-        raise BudgetOver("the parity check")
+    trials, cost, spec = session.trial_cost, session.parity_cost, session.context.spec
     number = len(list((session.store.folder / "trials").glob("parity*")))
     directory: Path = session.store.folder / "trials" / f"parity{number:02d}"
     directory.mkdir(parents=True, exist_ok=True)
-    spec = session.context.spec
     load_compiler(session.zygote, config)
     try:
         parity = check_parity(
@@ -398,7 +375,7 @@ def check(session: Session, config: TrainingConfig, *, whole: bool) -> Parity | 
             plain=None if session.plain_config == session.own_config else session.plain_config,
             device=session.context.device,
             directory=directory,
-            deadline_s=deadline_s,
+            deadline_s=max(1.0, session.hard_deadline_s(0.0)),
             memory_limit_bytes=session.context.host_limit_bytes,
             on_attempt=lambda report: session.add_attempt("parity", report, config=config),
             time_s=None if spec.is_step else _check_time_s(session, config, whole),
@@ -407,7 +384,9 @@ def check(session: Session, config: TrainingConfig, *, whole: bool) -> Parity | 
             own_shapes=not spec.is_step and trials.is_warm(config) and takes_own_shapes(trials, cost, config),
         )
     except TaskFailedError as error:  # out of time, which says nothing about the configuration
-        raise BudgetOver(f"the parity check of {config.describe()} ({where_ended(error.report)})") from error
+        what = f"the parity check of {config.describe()} ({where_ended(error.report)})"
+        session.note(f"{what} did not end in its time; there is no verdict on it")
+        return None
     except CandidateDidNotRunError as error:
         session.did_not_run.append(f"parity check of {config.describe()}: {error.message}")
         session.note(
@@ -427,9 +406,8 @@ def sharpen(session: Session, work: Work) -> None:
     if work.kind == "probe":
         session.take_context(probe_more(session.context))
     elif work.config is not None:
-        configs = near_configs(session, work.config)
-        session.traced.update(configs)
-        session.take_context(trace_more(session.context, session.context.variants(*configs)))
+        near = session.model.ranking(session.left_s)[:NEAR_THE_FRONT]
+        session.take_context(trace_more(session.context, session.context.variants(work.config, *near)))
 
 
 _BY_KIND: dict[str, Callable[[Session, Work], None]] = {
@@ -437,7 +415,7 @@ _BY_KIND: dict[str, Callable[[Session, Work], None]] = {
     "probe": sharpen,
     "trace": sharpen,
     "look": run_look,
-    "hand setting": run_hand_setting,
+    "hand setting": run_look,
     "pair": run_pair,
     "parity": run_check,
     "claim": run_claim_round,

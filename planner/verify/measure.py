@@ -28,6 +28,7 @@ from autoplan.planner.verify.verdict import Verification, judge
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import pick_device, read_host_profile
 from autoplan.processes import TaskFailedError, folder_prefix
+from autoplan.processes.nodes import Nodes
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import parse_duration_s
 
@@ -147,7 +148,7 @@ def verify_plan(
         deadline_s=seconds * 4 + PARITY_DEADLINE_S,
     )
 
-    def run(engine: Engine | None) -> Verification:
+    def run(engine: Engine | Nodes | None) -> Verification:
         profile = read_host_profile()
         with open_runner(plan, options, profile, engine, on_wait=on_progress) as runner:
             parity = _check(plan, options.spec, runner, on_progress)
@@ -188,7 +189,7 @@ def open_runner(
     plan: Plan,
     options: SearchOptions,
     profile: HardwareProfile,
-    engine: Engine | None = None,
+    engine: Engine | Nodes | None = None,
     *,
     on_wait: Callable[[str], None] = say_nothing,
 ) -> Iterator[TrialRunner]:
@@ -210,7 +211,7 @@ def open_runner(
     limit, host_limit = limits(profile, device, wanted, ranks=plan.config.world_size, measured=plan.hardware)
     if device == "cpu":  # of all ranks together; each node holds its own to host_limit
         limit *= options.layout[0]
-    outside = engine is not None and not engine.here  # SLURM gives the nodes to this command alone
+    outside = isinstance(engine, Nodes)  # SLURM gives the nodes to this command alone
     names = () if outside else device_names(profile, device, plan.config.world_size)
     with (
         DeviceLock(names, wait=options.wait, on_wait=on_wait),

@@ -31,7 +31,7 @@ from autoplan.units import format_seconds
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
-    from autoplan.processes.nodes import Engine
+    from autoplan.processes.nodes import Engine, Nodes
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.spec import Counted
 
@@ -142,7 +142,10 @@ def run_plan(
 
 
 def _run(
-    request: StepsRequest, options: SearchOptions, engine: Engine | None, on_step: Callable[[StepRecord], None]
+    request: StepsRequest,
+    options: SearchOptions,
+    engine: Engine | Nodes | None,
+    on_step: Callable[[StepRecord], None],
 ) -> tuple[StepRecord, ...]:
     said = 0
 

@@ -226,12 +226,11 @@ def test_with_too_little_time_there_is_no_baseline_and_what_is_affordable_is_kno
     assert search_replay.affordable_share(known, 1000.0) == 1.0
 
 
-def test_chance_in_one_pass_is_a_regret(known: Recorded):
+def test_a_table_judges_by_the_geometric_mean_of_its_processes(known: Recorded):
     first, second = list(known.rounds[0]), list(known.rounds[1])
     first[3] = trial_of(CONFIGS[3], 0.9)  # by chance faster than the best once: 0.9 for 1.2
     table = replace(known, rounds=(first, second))
     assert table.seconds[3] == pytest.approx(math.sqrt(0.9 * 1.2))
-    assert search_replay.one_pass_regret(table) == pytest.approx(math.sqrt(0.9 * 1.2) - 1)
 
 
 def test_what_is_dropped_by_predicted_memory_would_not_have_run(image: Recorded):
@@ -334,7 +333,7 @@ def test_a_graph_is_compiled_with_an_empty_cache_once(known: Recorded):
 def test_what_is_printed_says_what_was_aimed_at(known: Recorded, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     scores = [search_replay.score(known, name, 1) for name in ("ours", "random")]
     said = "\n".join(search_replay.verdicts(known, scores))
-    assert "regret, 50th percentile" in said and "less device time than random, aim 5: " in said
+    assert "regret, 50th percentile" in said
     assert (
         "all candidates take 80 device seconds (0 of them compiling), a tenth is 8, in which"
         in search_replay.passes(known)

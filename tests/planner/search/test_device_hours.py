@@ -7,6 +7,7 @@ import math
 import pytest
 
 from autoplan.planner.records.trials import WorkLine
+from autoplan.planner.search import answer
 from autoplan.planner.search.device_hours import HOUR_S, alone_s, budget_s, devices_held, used_s
 from autoplan.planner.search.options import SearchOptions
 from autoplan.strategies.workloads.sources import make_spec
@@ -60,6 +61,13 @@ def test_a_search_ends_by_them_and_its_plan_says_so(searches: Searches) -> None:
     assert found.result.device_hours is not None and free.result.device_hours is None, "more time is more of them"
     assert any("device-hours" in note and "took" in note for note in plan.notes), plan.notes
     assert any("max-device-hours is" in note for note in plan.notes), plan.notes
+
+
+def test_the_hint_of_a_budget_that_ended_is_in_device_hours_and_holds_what_is_needed(searches: Searches) -> None:
+    run = searches.open(World(), budget=40.0, max_device_hours=0.01)
+    with run.store:
+        ended = answer.budget_ended(run, "the budget is too small", needed_s=360.0)
+    assert "--max-device-hours 0.1;" in (ended.hint or "")
 
 
 def test_what_another_planner_took_is_not_there_any_more(searches: Searches) -> None:

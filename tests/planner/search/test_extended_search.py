@@ -119,7 +119,7 @@ def test_a_hand_setting_that_was_interrupted_is_looked_at_by_the_next_call(searc
 
 
 def test_a_larger_budget_goes_on_and_makes_a_second_claim(searches: Searches):
-    """With rounds of its own, and half the level."""
+    """With rounds of its own, and a third of the level."""
     first = searches.search(World(candidates=FEW), budget=100.0)
     same = World(candidates=FEW)
     assert searches.search(same, budget=100.0).result.from_record and same.made == []
@@ -130,7 +130,7 @@ def test_a_larger_budget_goes_on_and_makes_a_second_claim(searches: Searches):
     assert (one.number, two.number, one.budget_s, two.budget_s) == (1, 2, 100.0, 150.0)
     assert two.first_round > max(t.round or 0 for t in first.result.trials if t.purpose == "claim")
     claim = more.result.plan.claim
-    assert claim.chosen_from == 2 and not set(claim.trials) & set(first.result.plan.claim.trials)
+    assert claim.chosen_from == 3 and not set(claim.trials) & set(first.result.plan.claim.trials)
     assert more.result.resumed_trials == len(first.result.trials)
     assert lines(more)[: len(lines(first))] == lines(first)
 

@@ -234,7 +234,7 @@ def test_on_cuda_prefetch_and_pinned_memory_are_measured():
 
 
 def test_a_search_refuses_a_dataset_that_cannot_be_loaded_before_its_first_trial(zygote: Zygote):
-    means: Any = SimpleNamespace(zygote=zygote, time_s=60.0)
+    means: Any = SimpleNamespace(zygote=zygote, time_s=60.0, on_attempt=lambda part, report: None)
     check_loader(means, spec_of_object(Rows(32)), 16, None)
     for dataset, says in (
         (Rows(8), "ends after 8 samples, and a step takes 16"),

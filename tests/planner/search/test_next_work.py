@@ -14,7 +14,6 @@ from autoplan.planner.search.next_work import (
     LEAST_PAIR_GAIN,
     SPARED_LOOKS,
     TRIED_SHARE,
-    Option,
     ShownGain,
     State,
     Work,
@@ -28,12 +27,12 @@ from autoplan.strategies.config import TrainingConfig
 A, B, C = (TrainingConfig(micro_batch=size) for size in (1, 2, 4))
 
 
-def look(config: TrainingConfig = A, gain: float = 0.1, cost_s: float = 10.0, **more: Any) -> Option:
-    return Option(kind="look", config=config, gain=gain, cost_s=cost_s, why="a look", **more)
+def look(config: TrainingConfig = A, gain: float = 0.1, cost_s: float = 10.0, **more: Any) -> Work:
+    return Work(kind="look", config=config, gain=gain, cost_s=cost_s, why="a look", **more)
 
 
-def option(kind: Any, cost_s: float = 10.0, **more: Any) -> Option:
-    return Option(kind=kind, cost_s=cost_s, **more)
+def option(kind: Any, cost_s: float = 10.0, **more: Any) -> Work:
+    return Work(kind=kind, cost_s=cost_s, **more)
 
 
 # The plain run.
@@ -111,7 +110,7 @@ def test_a_piece_is_made_if_the_claim_shows_no_less_after_it():
     state = State(leader_needs_s=20.0, claim=option("claim", 20.0), shown=rounds)
     good, little = option("pair", gain=0.03), option("pair", gain=0.01)
 
-    def next_kind(pair: Option, left_s: float, **facts: Any) -> str:
+    def next_kind(pair: Work, left_s: float, **facts: Any) -> str:
         return next_work(replace(state, pairs=[pair], **facts), left_s).kind
 
     assert [next_kind(good, left_s) for left_s in (29.0, 39.0, 49.0)] == ["claim", "pair", "pair"]
@@ -184,7 +183,7 @@ def test_the_check_comes_before_the_claim():
 
 def test_a_probe_or_a_trace_comes_before_a_look_if_it_costs_less_than_what_it_spares():
     for kind in ("probe", "trace"):
-        cheap: Option = option(kind, 10.0 * SPARED_LOOKS)
+        cheap: Work = option(kind, 10.0 * SPARED_LOOKS)
         state = State(looks=[look(cost_s=10.0)], sharpen=[cheap])
         assert next_work(state, 1000.0).kind == kind
         dear = replace(state, sharpen=[replace(cheap, cost_s=10.0 * SPARED_LOOKS + 0.1)])
@@ -323,13 +322,13 @@ def test_a_check_gains_what_is_lost_if_the_leader_fails_it_at_the_end():
 def drawn(draw: random.Random) -> State:
     """A state as a search may have it: what the leader needs holds its check and its claim."""
 
-    def some(kind: Any, most_s: float = 60.0, **more: Any) -> Option:
+    def some(kind: Any, most_s: float = 60.0, **more: Any) -> Work:
         facts = {"gain": draw.choice([0.0, 0.0005, 0.01, 0.1, 0.7]), "cost_s": draw.uniform(0.2, most_s)}
         facts |= {"needs_s": draw.choice([0.0, draw.uniform(0.0, 80.0)]), "devices": draw.choice([1, 1, 1, 2])}
         facts["check_s"] = draw.random() * facts["needs_s"]
-        return Option(kind=kind, **(facts | more))
+        return Work(kind=kind, **(facts | more))
 
-    def maybe(kind: Any, **more: Any) -> Option | None:
+    def maybe(kind: Any, **more: Any) -> Work | None:
         return some(kind, **more) if draw.random() < 0.5 else None
 
     check, claim = maybe("parity", needs_s=0.0, devices=1), maybe("claim", needs_s=0.0, devices=1)

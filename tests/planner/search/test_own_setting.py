@@ -202,6 +202,23 @@ def test_another_setting_than_that_of_an_earlier_run_is_measured(searches: Searc
     assert ("your setting does not run here" in facts.headline(plan)) != runs
 
 
+def test_a_claim_against_an_earlier_setting_is_not_gone_on_with(searches: Searches) -> None:
+    """Its rounds are with another baseline: no further one would count, and no look would be made any more."""
+
+    def fate(order: TrialOrder, before: int) -> dict[str, Any] | None:
+        if sum(one.purpose == "claim" for one in first.orders) == 3:  # the first run of the second round
+            raise Killed
+        return None
+
+    first, other = World(fate=fate), TrainingConfig(micro_batch=4, precision="bf16")
+    with pytest.raises(Killed):
+        searches.search(first, budget=300.0)
+    found = searches.search(World(own=other), budget=300.0)
+    assert found.result.plan is not None and found.result.plan.baseline.config == other
+    assert [claim.reference for claim in found.session.store.claims] == [PLAIN, other]
+    assert "look" in found.observer.kinds or found.result.plan.claim.rounds >= 2
+
+
 @pytest.mark.parametrize("detail", [None, WORKLOAD])
 def test_one_that_fails_is_no_end_of_the_search(searches: Searches, detail: str | None) -> None:
     crashed = {"outcome": Outcome.CRASHED, "reason": "the compiler failed", "detail": detail}

@@ -662,10 +662,11 @@ def test_a_trace_that_stays_rough_is_not_made_again(searches: Searches, monkeypa
     session = run.session
     assert session is not None
     made = []
-    session.context.rough = lambda config: config.precision == "bf16"  # type: ignore[misc]
     monkeypatch.setattr(search_state, "trace_cost_s", lambda context, variants: 0.5)
     monkeypatch.setattr(search_work, "trace_more", lambda context, variants: made.append(1) or context)
-    monkeypatch.setattr(type(session), "take_context", lambda self, context: None)
+    context: Any = session.context
+    context.rough = lambda config: config.precision == "bf16"  # until its trace was asked for
+    monkeypatch.setattr(type(session), "take_context", lambda self, _: setattr(context, "rough", lambda config: False))
     with run.store:
         result = search_run._find(run, session)
     assert result.status == "plan_found" and 1 <= len(made) <= 2
@@ -719,6 +720,12 @@ def test_the_hand_setting_is_what_the_predictions_like_of_what_fits():
     assert hand_setting(session(2, 1.5)) == TrainingConfig(micro_batch=2)
     assert hand_setting(session(64, 1.5)) == TrainingConfig(micro_batch=8), "12 and 24 do not fit"
     assert hand_setting(session(2, 0.5, micro_batch=4)) == TrainingConfig(micro_batch=4, precision="bf16")
+    for device in ("cpu", "cuda"):
+        old = session(2, 0.5, precision="fp16")
+        old.context.device, old.context.space.values["precision"] = device, ["fp16"]
+        old.context.space.values |= {"optimizer_step": ("own",), "attention": ("own",), "compile": ("off",)}
+        chosen = hand_setting(old)
+        assert chosen is not None and chosen.precision == "fp16", "the precision that is fixed, or the best there is"
     tight = session(2, 0.5)
     tight.context.memory_limit_bytes = 5
     assert hand_setting(tight) is None

@@ -85,7 +85,7 @@ def alternatives(found: Any, winner: TrainingConfig) -> dict[TrainingConfig, Any
     entries = collect_runs(found.store.trials)
     own = next(entry for entry in entries if entry.config == winner)
     found.objective = recorded.make_plan().objective
-    return {one.config: one for one in _alternatives(found, own, entries, QUIET)}
+    return {one.config: one for one in _alternatives(found, own, entries)}
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,27 @@ def test_a_plan_that_is_the_plain_run_says_that_the_rounds_showed_no_gain() -> N
     trials[2:] = rounds("claim", (FAST, 2.2), (PLAIN, 2.0), first=2)
     assert reasons(session(trials))["precision"] == "1.10 times as fast as precision=bf16 (trial 1), side by side"
     assert alternatives(session(trials), PLAIN)[FAST].why == "9% slower"
+
+
+def test_rounds_in_slices_are_compared_with_looks_as_the_baseline_says() -> None:
+    """There each step takes longer: of the plan by as much as of the baseline."""
+    other = FAST.model_copy(update={"micro_batch": 4})
+    trials = [run(0, PLAIN, 2.0), run(1, FAST, 0.9), run(2, other, 1.1)]
+    trials += rounds("claim", (FAST, 1.05), (PLAIN, 2.1), first=3, pauses=20)
+    entries = {entry.config: entry for entry in collect_runs(trials)}
+    found = against(session(trials), entries[FAST], entries[other])
+    assert found is not None and found.ratio.median == pytest.approx(1.1)
+    assert entries[FAST].as_look.step_time.median == pytest.approx(0.9), "a front has looks beside looks"
+
+
+def test_where_cost_decides_the_reason_names_it() -> None:
+    two = PLAIN.model_copy(update={"dp_replicate": 2})
+    objective = SimpleNamespace(name="cost", describe=lambda: "the least cost")
+    found = session([run(0, PLAIN, 1.6), run(1, two, 1.0)], objective=objective)
+    found.context.space.values = {"dp_replicate": (1, 2)}
+    assert reasons(found)["dp_replicate"] == (
+        "dp_replicate=2 (trial 1) is 60% faster, one run each; this has 0.80 times its cost: the least cost"
+    )
 
 
 def test_disturbed_rounds_of_the_claim_compare_nothing() -> None:

@@ -87,6 +87,7 @@ def test_a_look_lasts_as_long_as_its_step_asks_for_whatever_the_budget_is(
         (80.0, {"micro_batch": 8}, 0.0),  # the step is one micro-step: a look has two of them
         (80.0, {"compile": "model"}, 10.0),
         (8.0, {}, 0.0),  # micro-steps of 1 s have as many samples as in a look
+        (14.0, {}, 0.0),  # a look has 4 of 1.75 s: it is as long as one of very expensive ones
         (80.0, {"dp_replicate": 2}, 0.0),
         (80.0, {"compile": "model", "compile_mode": "reduce-overhead"}, 0.0),  # its first two record a CUDA graph
     ],
@@ -97,7 +98,7 @@ def test_a_further_run_of_very_expensive_micro_steps_has_two(step_s: float, chan
     cost = trial_cost(config)
     look_takes_s = cost.one_s(config, step_s)
     warm_s = cost.compile_s(config) - cost.compile_s(config, warm=True)
-    assert look_takes_s - cost.warm_s(config, look_takes_s) == pytest.approx(saved_s + warm_s)
+    assert look_takes_s - cost.warm_s(config, step_s) == pytest.approx(saved_s + warm_s)
     compile_s = 7.0 + micro_step_s if config.compile != "off" else 0.0
     trial = trial_of(config, seconds=step_s, seconds_spent=200.0, compile_s=compile_s)
     cost.observe(trial)
@@ -372,6 +373,27 @@ def test_only_a_check_that_no_look_waits_for_has_time_for_the_own_length(monkeyp
     assert search_work._check_time_s(session, PLAIN, whole=True) == pytest.approx(1.5 * whole_s + 5)
     session.left_s = 110.0
     assert search_work._check_time_s(session, PLAIN, whole=True) == 30.0, "the rounds of the claim keep their time"
+
+
+def test_a_look_leaves_the_leaders_check_where_there_is_no_room_for_a_claim(monkeypatch: pytest.MonkeyPatch):
+    """Also where its own check would be shorter."""
+    monkeypatch.setattr(search_work, "needs_s", lambda session, config: 100.0)
+    monkeypatch.setattr(search_work, "check_s", lambda session, config: 15.0 if config == PLAIN else 5.0)
+    monkeypatch.setattr(search_work, "find_leader", lambda session: SimpleNamespace(config=PLAIN))
+    session: Any = SimpleNamespace(
+        model=SimpleNamespace(cost_s=lambda config: 18.0, pace=1.0),
+        left_s=40.0,
+        hard_deadline_s=lambda after_s: 42.0 - after_s,
+        known_parity=lambda config: None,
+        eligible=[],
+        objective=SimpleNamespace(name="throughput"),
+        run_spread=None,
+        trials_done=2,
+        side=None,
+    )
+    assert search_work.look_limits(session, COMPILED)["deadline_s"] == 42.0 - 15.0
+    session.known_parity = lambda config: "passed"
+    assert search_work.look_limits(session, COMPILED)["deadline_s"] == 42.0 - 5.0
 
 
 def test_what_computes_as_the_baseline_does_is_not_checked_early(monkeypatch: pytest.MonkeyPatch):

@@ -105,11 +105,17 @@ def test_the_unverified_plan_of_another_search_is_left_alone(run: SearchRun, tmp
     assert Plan.load(other).unverified == "ended"
 
 
-def test_one_that_failed_its_check_since_is_removed(run: SearchRun, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("baseline", [True, False])
+def test_one_that_failed_its_check_since_is_removed(
+    run: SearchRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, baseline: bool
+) -> None:
+    """Before the baseline of this run nothing is known of it: then it stays the best so far."""
     keep_unverified(run, "the search was interrupted")
     monkeypatch.setattr(answer, "_best_so_far", lambda session, why: None)
-    assert answer.interrupted(run).unverified_path is None
-    assert not (run.store.folder / FILE).exists()
+    monkeypatch.setattr(run.session, "baseline", make_plan().baseline if baseline else None)
+    beside = tmp_path / "mine.unverified.json"
+    assert answer.interrupted(run).unverified_path == (None if baseline else str(beside))
+    assert (run.store.folder / FILE).exists() == beside.exists() == (not baseline)
 
 
 def test_a_place_that_cannot_be_written_is_a_note_and_no_other_end(run: SearchRun, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from autoplan.errors import MissingExtraError, UsageError
-from autoplan.planner.search.next_work import Option
+from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.store.database import Database, check_storage, source_version
 from autoplan.probes.profile import HardwareProfile
@@ -51,13 +51,13 @@ def test_without_psycopg_the_error_has_the_install_line(monkeypatch: pytest.Monk
 
 def test_the_look_at_a_configuration_has_one_name_whoever_wants_it():
     config = TrainingConfig(micro_batch=2)
-    look = Option(kind="look", config=config)
-    assert look.key == Option(kind="hand setting", config=config).key
+    look = Work(kind="look", config=config)
+    assert look.key == Work(kind="hand setting", config=config).key
     assert look.key is not None and look.key.startswith("look ")
     assert TrainingConfig.model_validate_json(look.key.partition(" ")[2]) == config
-    assert Option(kind="parity", config=config).key not in (None, look.key)
-    assert Option(kind="pair", config=config).key == "pair", "rounds are numbered one after the other"
-    assert Option(kind="trace", config=config).key is None, "each planner does it for itself"
+    assert Work(kind="parity", config=config).key not in (None, look.key)
+    assert Work(kind="pair", config=config).key == "pair", "rounds are numbered one after the other"
+    assert Work(kind="trace", config=config).key is None, "each planner does it for itself"
 
 
 def test_machines_of_one_kind_share_a_study():
