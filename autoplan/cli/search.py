@@ -211,7 +211,7 @@ def show_result(result: SearchResult, out: Path, *, whole: bool = False) -> None
         out: Where the plan was to go.
         whole: Show the plan as `autoplan show` does.
     """
-    from autoplan.report import facts, terminal
+    from autoplan.report import facts, pieces, terminal
 
     narration, console = output.console(), output.console(stderr=False)
     if result.status == "dry_run":
@@ -235,6 +235,8 @@ def show_result(result: SearchResult, out: Path, *, whole: bool = False) -> None
         both = [result.best] if result.baseline in (None, result.best) else [result.baseline, result.best]
         content = facts.trial_rows([trial for trial in both if trial is not None], result.unit)
         terminal.show_table(console, content, title="Best so far, not verified")
+    if (time := pieces.time_words(result.ledger, result.own_setting)) is not None:
+        terminal.say(console, "time", time)
     if result.status == "no_feasible_plan":
         terminal.show_left_out(console, result.left_out, more="--json")
 

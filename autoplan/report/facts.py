@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.baseline import YOURS, is_plain_run, run_words
-from autoplan.planner.records.plan import Measurement
+from autoplan.planner.records.plan import DISTURBED, Measurement
 from autoplan.planner.records.trials import Claim, Interval, LeftOutFamily, Outcome, Parity, Trial
 from autoplan.planner.search.options import Candidate
 from autoplan.planner.search.selection import collect_runs
@@ -242,7 +242,7 @@ def alternatives(plan: Plan) -> Rows:
         (
             alternative.config.describe(),
             with_interval(None if alternative.measurement is None else alternative.measurement.tokens_per_s),
-            with_interval(alternative.speed_ratio),
+            "disturbed" if alternative.why.startswith(DISTURBED) else with_interval(alternative.speed_ratio),
             alternative.why,
         )
         for alternative in plan.alternatives

@@ -27,7 +27,7 @@ WORK = {
 
 
 def work_words(work: Work, own: TrainingConfig | None = None) -> str:
-    """`a look at micro_batch=2 (expected gain 4.1 %, about 23 s), because ...`; `own` is the user's setting."""
+    """`a look at micro_batch=2 (expected gain 4.1 %, about 23 s), rather than ...`; `own` is the user's setting."""
     whose = "" if work.config is None else work.config.describe()
     named = WORK.get(work.kind, f"{work.kind} ")
     if work.kind == "baseline" and work.config is not None:
@@ -36,7 +36,8 @@ def work_words(work: Work, own: TrainingConfig | None = None) -> str:
     gains = work.kind in ("look", "pair") and bool(whose)  # what other pieces count as gaining makes no plan faster
     gain = f"expected gain {math.expm1(work.gain) * 100:.1f} %, " if gains else ""
     cost = f"about {format_seconds(work.cost_s)}" if work.cost_s else "it was measured"
-    return f"{what.rstrip(', ')} ({gain}{cost}), because {work.why}"
+    why = f"rather than {work.over}" if work.kind == "look" and work.over else f"because {work.why}"
+    return f"{what.rstrip(', ')} ({gain}{cost}), {why}"
 
 
 def best_words(
@@ -67,22 +68,27 @@ PIECES = {
 """Kinds of work in a ledger, as one piece and as several."""
 
 
-def time_words(ledger: Sequence[WorkLine], own: TrainingConfig | None = None) -> str | None:
+def time_words(ledger: Sequence[WorkLine], own: TrainingConfig | None = None, *, most: int | None = None) -> str | None:
     """`setup 15 s, plain run 47 s, 9 looks 235 s`: where the time went, by kind of work; None: no ledger was kept.
 
     Args:
         ledger: Of a search.
         own: The setting that the training had, which then is the baseline; None: it is not known.
+        most: So many kinds that took the most, and the others together; None: all.
     """
     if not ledger:
         return None
     spent: dict[str, list[float]] = {}
-    if ledger[0].kind != "setup":
+    if ledger[0].kind not in ("imports", "setup"):
         spent["setup"] = [ledger[0].began_s]
     for line, seconds_spent in seconds_of(ledger):
         kind = YOURS if line.kind == "baseline" and line.config is not None and line.config == own else line.kind
         spent.setdefault(kind, []).append(seconds_spent)
     words = []
+    if most is not None and len(spent) > most + 1:
+        longest = sorted(spent, key=lambda kind: -sum(spent[kind]))[:most]
+        rest = sum(sum(seconds) for kind, seconds in spent.items() if kind not in longest)
+        spent = {kind: spent[kind] for kind in longest} | {"other": [rest]}
     for kind, seconds in spent.items():
         one, many = PIECES.get(kind, (kind, kind))
         if sum(seconds) >= 0.1:  # a hand setting that the search had tried takes none

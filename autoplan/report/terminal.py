@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import LeftOutFamily, Trial
-from autoplan.report import facts
+from autoplan.report import facts, pieces
 from autoplan.text import printable
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ def show_summary(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
         "parity": None if facts.is_baseline(plan) else facts.parity_words(plan.parity).partition(";")[0],
         "loader": facts.loading_words(plan),
         "not tried": facts.untried_clause(plan),
+        "time": pieces.time_words(plan.ledger, plan.workload.own_setting, most=3),
         "notes": plan.notes[0] + more_notes if plan.notes else None,
     }
     for topic, text in lines.items():

@@ -51,6 +51,10 @@ class Measurement(Record):
     trials: tuple[int, ...] = Field(description="numbers of the trials behind it")
 
 
+DISTURBED = "other work disturbed"
+"""So begins why an alternative has no ratio that compares."""
+
+
 class Alternative(Record):
     """A configuration that lost, and by how much."""
 

@@ -255,7 +255,9 @@ class Attempt(Record):
 class WorkLine(Record):
     """A line of the ledger: a piece of work of a search, and where its seconds went."""
 
-    kind: str = Field(description="setup, baseline, probe, trace, look, hand setting, pair, parity, claim")
+    kind: str = Field(
+        description="imports, setup, baseline, probe, trace, look, hand setting, pair, parity, claim, loader"
+    )
     config: TrainingConfig | None = None
     began_s: float = Field(description="of the budget, spent before it")
     seconds: float

@@ -26,7 +26,7 @@ from autoplan.strategies.config import TrainingConfig
 
 Array = NDArray[np.float64] | np.float64
 
-Kind = Literal["baseline", "probe", "trace", "look", "hand setting", "pair", "parity", "claim", "end"]
+Kind = Literal["baseline", "probe", "trace", "look", "hand setting", "pair", "parity", "claim", "loader", "end"]
 EndedBy = Literal["time", "max_trials", "nothing_left"]
 
 LEAST_PAIR_GAIN = 0.003

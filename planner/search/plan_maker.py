@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.surroundings import read_environment
 from autoplan.planner.records.loading import Loading
-from autoplan.planner.records.plan import Alternative, Choice, HandSetting, Measurement, PlanNodes
+from autoplan.planner.records.plan import DISTURBED, Alternative, Choice, HandSetting, Measurement, PlanNodes
 from autoplan.planner.records.trials import Interval, Objective, Outcome, Parity, Trial
 from autoplan.planner.search.candidate_model import find_untried
 from autoplan.planner.search.claim import Comparison, compare
@@ -159,17 +159,21 @@ def _runs_of(first: Trial, candidates: Sequence[CandidateRuns]) -> CandidateRuns
 def _against_hand(session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns]) -> HandSetting | None:
     """How the plan compares with the hand setting, by their looks and pairs: a bound, if they did not run side by side.
 
-    None if it was not looked at. A look that was stopped early has the step time of the steps that it made.
+    None if it was not looked at. Of a look that was stopped early the bound is what its steps took at the least.
     """
     hand = session.hand
     if hand is None:
         return None
     runs = _runs_of(hand, candidates)
     against = compare(winner, runs, session.run_spread, chosen_from=max(1, len(candidates)))
+    speedup = against.speedup
+    if hand.at_least_s is not None and not against.candidate.finalist_runs:
+        low = min(speedup.low, hand.at_least_s / against.candidate.step_time.median)
+        speedup = speedup.model_copy(update={"low": low})
     return HandSetting(
         config=runs.config,
         measurement=measurement_of(session, against.reference),
-        speedup=against.speedup,
+        speedup=speedup,
         claim=against.claim,
     )
 
@@ -227,7 +231,7 @@ def _alternatives(session: Session, winner: CandidateRuns, candidates: Sequence[
         if beside is None:
             ratio, lost = (
                 speed_ratio(candidate, winner, session.run_spread),
-                "other work disturbed its run or the plan's",
+                f"{DISTURBED} its run or the plan's",
             )
         else:
             candidate, ratio = beside.other, invert(beside.ratio, 1.0)

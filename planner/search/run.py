@@ -18,7 +18,7 @@ from autoplan.planner.search.device_hours import budget_s as budget_of
 from autoplan.planner.search.device_hours import describe_limit, devices_held
 from autoplan.planner.search.inspection import Means, longest_inspection_s
 from autoplan.planner.search.loading import loading_s, measure_loading
-from autoplan.planner.search.next_work import ALONE, next_work
+from autoplan.planner.search.next_work import ALONE, Work, next_work
 from autoplan.planner.search.nodes import make_launcher, with_engine
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, Candidate, SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.search.plan_maker import make_plan
@@ -176,8 +176,14 @@ def _dry_run(options: SearchOptions, observer: SearchObserver, launcher: Zygote)
 
 def _search(run: SearchRun, launcher: Zygote, parts: Sequence[Part]) -> SearchResult:
     """The search itself, from the setup to its end."""
-    store = run.store
+    store, imports_s = run.store, run.store.spent_s
+
+    def wrote(kind: str, began_s: float, why: str) -> None:
+        seconds = store.spent_s - began_s
+        store.add(WorkLine(kind=kind, began_s=began_s, seconds=seconds, devices=run.devices, why=why))
+
     with launcher as zygote:
+        wrote("imports", imports_s, "each trial is forked from a process that has them")
         began_s = store.spent_s
         means = Means(
             options=run.options,
@@ -191,10 +197,7 @@ def _search(run: SearchRun, launcher: Zygote, parts: Sequence[Part]) -> SearchRe
         context = begin_search(means)
         if not context.candidates:
             context = trace_more(context)  # rough predictions alone rule nothing out
-        setup_s = store.spent_s - began_s
-        store.add(
-            WorkLine(kind="setup", began_s=began_s, seconds=setup_s, devices=run.devices, why="what the baseline needs")
-        )
+        wrote("setup", began_s, "what the baseline needs")
         run.context = context
         if not context.candidates:
             return answer.nothing_fits(run, context)
@@ -303,7 +306,7 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
         devices=run.devices,
     )
     for trial in store.trials:
-        run.observer.on_trial_finished(trial, session.best, session.budget())
+        run.observer.on_trial_finished(trial, session.shown_best, session.budget())
     if options.nodes is not None:
         nodes, ranks = options.layout
         session.note(
@@ -335,7 +338,7 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
             continue
         if work.kind == "end":
             break
-        session.observer.on_work(work, session.best, session.budget())
+        session.observer.on_work(work, session.shown_best, session.budget())
         try:
             do(session, work)
         except LeaseLostError as lost:
@@ -384,16 +387,19 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
         base = session.run_words(plain.config)
         kept = f"{fallback.config.describe()}, whose gain an earlier claim shows"
         stays = base if fallback.config == plain.config else kept
-        beaten = (
-            f"{leader.config.describe()} led the search; {how} with {base} it ran at {ratio.median:.3g} times its "
-            f"speed ({ratio.low:.3g} to {ratio.high:.3g}): the plan is {stays}"
-        )
+        showed = f"it ran at {ratio.median:.3g} times its speed ({ratio.low:.3g} to {ratio.high:.3g})"
+        if (against.claim.why_not or "").startswith("disturbed"):
+            showed = "it showed no gain, and other work disturbed it"
+        beaten = f"{leader.config.describe()} led the search; {how} with {base} {showed}: the plan is {stays}"
         leader = fallback
     parity = session.known_parity(leader.config)
     if parity is None or (leader.config == plain.config and session.unchecked and not run.did_not_run):
         return answer.budget_ended(run, "the budget ended before the parity check of the fastest")
     if beaten:
         session.note(beaten)
-    loading = measure_loading(session, leader)
+    loading = None
+    if session.options.loader is not None:
+        with session.entry(Work(kind="loader", config=leader.config, why="the training's own data wait for no step")):
+            loading = measure_loading(session, leader)
     session.observer.on_phase("plan", leader.config.describe())
     return answer.plan_found(run, make_plan(session, leader, parity, plain, loading), session.ended_by)

@@ -252,10 +252,12 @@ def contenders(
 def is_behind(candidate: CandidateRuns, leader: CandidateRuns, spread: Spread, among: Sequence[CandidateRuns]) -> bool:
     """Whether the runs show that a candidate is slower than the leader."""
     ratio = speed_ratio(candidate, leader, spread, chosen_from=len(among) * MOST_PAIRS)
-    if candidate.first.beside and not shared_rounds((candidate, leader)):
-        half = math.hypot(math.log(ratio.high / ratio.median), 2 * math.sqrt(2) * BESIDE_SD)
-        return ratio.median * math.exp(half) < 1.0
-    return ratio.high < 1.0
+    if shared_rounds((candidate, leader)):
+        return ratio.high < 1.0
+    beside = math.sqrt(2) * BESIDE_SD if candidate.first.beside else 0.0
+    disturbed = max(0.0, candidate.first.disturbed_sd - leader.first.disturbed_sd)  # a load on both compares
+    half = math.hypot(math.log(ratio.high / ratio.median), 2 * beside, 2 * disturbed)
+    return ratio.median * math.exp(half) < 1.0
 
 
 def is_decided(leader: CandidateRuns, other: CandidateRuns, spread: Spread) -> bool:

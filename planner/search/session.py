@@ -116,6 +116,7 @@ class Session:
     _spread: tuple[int, Spread] | None = None  # by the number of trials
     _firsts: tuple[int, dict[TrainingConfig, Trial]] | None = None
     _parity_cost: tuple[int, SearchContext, ModelCost] | None = None  # and by what is known of the model
+    _shown: tuple[tuple[int, int], Trial | None] | None = None  # by the number of looks and of pieces
     devices: int = 1  # that this planner holds (device_hours.py)
     _began_s: float | None = None
     _others_since: dict[str, float] = field(default_factory=dict)  # their pieces, and our clock when we saw them first
@@ -187,7 +188,7 @@ class Session:
 
     def budget(self) -> BudgetState:
         """How much of the budget is used, for the observer, and how fast the best so far is."""
-        best, base = self.best, self.baseline
+        best, base = self.shown_best, self.baseline
         gain = None
         if best is not None and base is not None and best.step_time_s is not None and base.step_time_s is not None:
             gain = base.step_time_s.median / best.step_time_s.median
@@ -253,6 +254,17 @@ class Session:
         kept = {trial.number: trial for trial in self.store.trials if self._keeps(trial.config)}
         found = best_trial((t.at_pace(1 / self.model.pace_of(t)) for t in kept.values()), self.objective)
         return None if found is None else kept[found.number]
+
+    @property
+    def shown_best(self) -> Trial | None:
+        """What a person is told to be the best so far: the look of what is claimed, or of the fastest by all trials."""
+        made = sum(not trial.is_repeat for trial in self.store.trials), len(self.store.ledger)
+        if self._shown is None or self._shown[0] != made:
+            leading = self.ranked(self.eligible)
+            claimed = (runs for runs in leading if self.claim_rounds(runs.config) is not None)
+            first = next(claimed, leading[0] if leading else None)
+            self._shown = made, None if first is None else first.first
+        return self._shown[1]
 
     @property
     def eligible(self) -> list[CandidateRuns]:
@@ -388,10 +400,11 @@ class Session:
         for trial in self.store.refresh():
             if not trial.is_repeat:
                 self.model.observe(trial)
-            self.observer.on_trial_finished(trial, self.best, self.budget())
+            self.observer.on_trial_finished(trial, self.shown_best, self.budget())
         self.forget_void()
         if len(self.store.parities) > verdicts:
             leave_out_failed(self.model, self.context, self.store)
+        self._shown = None
         others, now_s = self.store.others(), self.store.spent_s
         self._others_since = {key: self._others_since.get(key, now_s) for key in others}
         self.set_taken(others)
@@ -528,7 +541,7 @@ class Session:
             if not trial.is_repeat:
                 self.model.observe(trial)
         self.store.tick(force=True)
-        self.observer.on_trial_finished(trial, self.best, self.budget())
+        self.observer.on_trial_finished(trial, self.shown_best, self.budget())
         return trial
 
     def add_attempt(

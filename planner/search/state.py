@@ -221,6 +221,8 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Work]:
         sd = pair_sd / math.sqrt(made) if made and unlike else spread.sd * math.sqrt(2 / (1 + made))
         if not made and (found := _by_others(thirds, leader, other)) is not None:
             difference, sd = found
+        elif not made:
+            sd = math.hypot(sd, max(0.0, other.first.disturbed_sd - leader.first.disturbed_sd))
         gain = pair_gain(difference, sd, pair_sd, ratio_sd=session.model.ratio_sd(leader.config, other.config))
         if runner_up is not None and other.config == runner_up.config:
             gain = max(gain, FIRST_PAIR_GAIN)

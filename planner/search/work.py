@@ -215,7 +215,7 @@ def await_look(session: Session, side: SideBySide) -> None:
 def _begin_look(session: Session, side: SideBySide, work: Work) -> None:
     _refuse_lost(session)
     config = _config_of(work)
-    session.observer.on_work(work, session.best, session.budget())
+    session.observer.on_work(work, session.shown_best, session.budget())
     order = session.begin_trial(PURPOSES[work.kind], config, **look_limits(session, config))
     side.begin(work, order, session.store.spent_s)
     session.set_taken(side.keys)

@@ -20,7 +20,7 @@ from autoplan.errors import PlanError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.search.plan_maker import UNCHECKED
 from autoplan.strategies.config import TrainingConfig
-from tests.recorded import make_plain_plan, make_plan
+from tests.recorded import make_ledger, make_plain_plan, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -378,11 +378,13 @@ def test_the_end_of_a_search_is_a_dozen_lines_and_show_has_the_rest(cli, plan_fi
     from autoplan.planner.search.options import SearchResult
 
     plan = make_plan()
+    plan = plan.model_copy(update={"ledger": make_ledger(plan.config, plan.baseline.config)})
     show_result(SearchResult(status="plan_found", plan=plan, plan_path="my plan.json"), Path("plan.json"))
     printed = capfd.readouterr()
     lines = [*printed.out.splitlines(), *printed.err.strip().splitlines()]
     assert len([part for line in lines for part in textwrap.wrap(line, 80)]) <= 12, lines
     assert lines[0].startswith("speed-up: ") and "(3.10 to 3.30) the plain run" in lines[0]
+    assert "\ntime: 9 looks 235 s, claim 4 rounds 142 s, parity 50 s, other 62 s\n" in printed.out
     assert "changed: " in printed.out and "precision=bf16 (fp32)" in printed.out and "\nparity: passed" in printed.out
     assert "plan: 'my plan.json'; autoplan show 'my plan.json' has the reasons" in printed.err
     assert "next: autoplan export 'my plan.json' --to pytorch" in printed.err

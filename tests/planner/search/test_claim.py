@@ -727,6 +727,27 @@ def test_of_many_candidates_those_are_near_that_no_bound_puts_behind_the_leader(
     assert contenders([near, *many], leader, quiet) == [near, other], "the fastest first"
 
 
+def test_a_disturbed_look_is_no_lost_race():
+    """Its configuration may have its pair; under a load on both looks they compare as they are."""
+    loud, quiet = Window(seconds=1.0, disturbed=LOAD), Spread(sd=0.01, freedom=20)
+
+    def pair_with(*windows: Window | None) -> list[Any]:
+        looks = zip(OTHERS[:2], (1.0, 1.2), windows, strict=True)
+        leader, other = collect_runs(a_trial(n, "search", c, s, window=w) for n, (c, s, w) in enumerate(looks))
+        return contenders([leader, other], leader, quiet)
+
+    assert [one.config for one in pair_with(None, loud)] == [OTHERS[1]]
+    assert pair_with(None, None) == pair_with(loud, loud) == []
+    for window, pairs in ((loud, [OTHERS[1]]), (None, [])):
+        session = Simulated(0, 0.01)
+        session.apart = True
+        looks = (("baseline", BASE, 1.5, None), ("search", OTHERS[0], 1.0, None), ("search", OTHERS[1], 1.2, window))
+        for number, (purpose, config, seconds, of) in enumerate(looks):
+            session.keep(a_trial(number, purpose, config, seconds, window=of))
+        session._spread = len(session.store.trials), quiet
+        assert [one.config for one in read_state(session).pairs if one.gain > LEAST_PAIR_GAIN] == pairs
+
+
 def test_a_round_that_something_outside_ended_ends_the_rounds():
     """Such a trial is not in the record: the rounds must not begin it for ever."""
     session = Simulated(5, 0.01)

@@ -43,7 +43,7 @@ def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_pa
     assert result.exit_code == 0
     assert observer.kinds[0] == "baseline" and set(observer.kinds[-2:]) == {"claim"}
     assert {"look", "parity"} < set(observer.kinds)
-    assert [line.kind for line in result.ledger] == ["setup", *observer.kinds]
+    assert [line.kind for line in result.ledger] == ["imports", "setup", *observer.kinds]
     assert sum(line.seconds for line in result.ledger) <= result.spent_s
     order = [phase for phase in dict.fromkeys(observer.phases) if phase not in ("hand setting", "pair")]
     assert order[-4:] == ["baseline", "parity", "claim", "plan"] and "trace" in order

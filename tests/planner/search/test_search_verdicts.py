@@ -125,7 +125,7 @@ def test_a_baseline_that_is_killed_each_time_did_not_run_and_is_tried_again(tmp_
     assert (result.status, result.exit_code, result.trials) == ("did_not_run", 4, ())
     assert injector.done()["baseline"] == 3 == len(result.attempts)
     assert "did not run" in (result.reason or "") and "signal 9" in (result.reason or "")
-    assert {line["kind"] for line in record(result)} == {"study", "budget", "attempt"}
+    assert {line["kind"] for line in record(result)} == {"study", "budget", "work", "attempt"}
     with pytest.raises(DidNotRunError, match="same command tries it again"):
         api.search(str(f"{WORKLOAD}:make"), **_arguments(tmp_path / "s"), observer=injector)
     injector.plant({})

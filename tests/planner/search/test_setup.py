@@ -81,6 +81,8 @@ def options(folder: Path, old: str = "", new: str = "", **more: Any) -> SearchOp
     ("old", "new", "more", "kind", "text"),
     [
         ("found.sum(), len(found)", "found.mean(), 1", {}, WorkloadError, "that is a mean"),
+        ("autoplan.LossSum(found.sum(), len(found))", "found.sum()", {}, WorkloadError, "LossSum"),
+        ("", "", {"fix": {"micro_batch": 7}}, ConfigError, "micro_batch"),
         ("", "", {"fix": {"precision": "tf32"}}, ConfigError, "tf32"),
         ("", "", {"fix": {"dp_shard": 2}}, ConfigError, "dp_shard"),
         ("build_model=Model,", "build_model=dict,", {}, WorkloadError, "torch.nn.Module"),
