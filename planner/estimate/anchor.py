@@ -78,7 +78,7 @@ MORE_CORES_SD = 0.1
 
 BANDWIDTH_BY_CORES = 0.25
 """The bandwidth of memory grows with this power of the cores: 28.5 GB/s on one, 34.4 on two, measured (the hardware of
-benchmarks/results/search_tables). Beyond that assumed."""
+the first tables of benchmarks/search_tables.py). Beyond that assumed."""
 
 LEARNED = 0.6
 """A factor was measured by the trials if they left less than this share of what was open before them."""

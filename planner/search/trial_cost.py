@@ -58,7 +58,7 @@ SLOW_MODE_SHARE = 0.3
 
 WARM_SHARE = 0.15
 """Of a compilation, what is left with the kernels in the compile cache: tracing and loading. Assumed until seen: in the
-recorded tables it is 0.06 to 0.25, at the median 0.14 (benchmarks/results/search_tables)."""
+recorded tables of one rank it is 0.06 to 0.24, at the median 0.12 (benchmarks/results/search_tables)."""
 
 _CACHE = re.compile(r"compile cache: (\d+) hit\(s\), (\d+) miss\(es\)")
 

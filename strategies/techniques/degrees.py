@@ -155,7 +155,7 @@ def pipeline_schedules(num_blocks: int, pp: int, num_microbatches: int, dp: int 
     zero_bubble needs dp = 1: it computes the gradients of weights apart from those of inputs, past the hooks that
     DDP and FSDP2 reduce gradients in (seen with torch 2.13: the gradients are wrong, without an error). Where it is
     legal it can be the fastest of all: so it was among the 128 recorded trials of a ViT on two CPU ranks, 0.196 s a
-    step, where interleaved_1f1b's best was 0.247 s (benchmarks/results/search_tables/vision-2).
+    step, where interleaved_1f1b's best was 0.247 s (vision-2 of benchmarks/search_tables.py, an earlier drawing).
     """
     legal: list[tuple[str, int]] = []
     if num_microbatches >= pp:  # fewer would leave ranks idle for the whole pass

@@ -93,8 +93,8 @@ PIPELINE_TURN_S = 2e-3
 STEP_OVERHEAD_S = 1e-3
 
 # FSDP2's hooks on a CPU, per unit (a block, and the root) and micro-step, twice if it gathers again for the backward:
-# copies into and out of the gathered buffer, and the threads of gloo. Measured: 5 ms in gpt-2 and 6 ms in vision-2 of
-# benchmarks/results/search_tables; the other two models there were not used for it. On CUDA they hide.
+# copies into and out of the gathered buffer, and the threads of gloo. Measured: 5 ms in gpt-2 and 6 ms in vision-2, as
+# benchmarks/search_tables.py first recorded them; the other two models were not used for it. On CUDA they hide.
 FSDP_UNIT_S = 5e-3
 
 # Timed matrix products that take so much longer than the probe's fit are left out; only large ones are compared,
