@@ -69,7 +69,8 @@ class SearchRun:
     def result(self, status: Status, **facts: Any) -> SearchResult:
         """The result, with the trials of the store; `facts` are further fields of it."""
         trials, spec = self.store.trials, self.workload
-        best = best_trial(trial for trial in trials if not trial.loss_differs)
+        shown = None if self.session is None else self.session.shown_best
+        best = shown or best_trial(trial for trial in trials if not trial.loss_differs)
         if facts.get("plan") is not None:
             drop_unverified(self)
         elif (path := keep_unverified(self, ENDED.get(status, "the search ended"))) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from autoplan.planner.records.loading import LoaderTrial, Loading
+from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.session import Session
 from autoplan.planner.trials.runner import PHASE_DEADLINES_S
@@ -64,13 +65,14 @@ def measure_loading(session: Session, winner: CandidateRuns) -> Loading | None:
         total_deadline_s=2 * reserve_s + winner.first.seconds_spent,
         memory_limit_bytes=session.context.host_limit_bytes,
     )
-    runs = run_again(
-        session.zygote,
-        task,
-        on_progress=session.on_progress,
-        on_attempt=lambda report: session.add_attempt("loader", report, config=winner.config),
-        left_s=lambda: reserve_s,
-    )
+    with session.entry(Work(kind="loader", config=winner.config, cost_s=time_s, why="a step may wait for its data")):
+        runs = run_again(
+            session.zygote,
+            task,
+            on_progress=session.on_progress,
+            on_attempt=lambda report: session.add_attempt("loader", report, config=winner.config),
+            left_s=lambda: reserve_s,
+        )
     session.store.tick(force=True)
     report = runs.report
     result = report.ranks[0].result if report.ranks else None

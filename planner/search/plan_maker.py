@@ -229,10 +229,8 @@ def _alternatives(session: Session, winner: CandidateRuns, candidates: Sequence[
             continue
         beside = against(session, winner, candidate)
         if beside is None:
-            ratio, lost = (
-                speed_ratio(candidate, winner, session.run_spread),
-                f"{DISTURBED} its run or the plan's",
-            )
+            ratio = speed_ratio(candidate, winner, session.run_spread)
+            lost = f"{DISTURBED} its run or the plan's"
         else:
             candidate, ratio = beside.other, invert(beside.ratio, 1.0)
             lost = _why_lost(session.objective, beside, winner)

@@ -18,7 +18,7 @@ from autoplan.planner.search.device_hours import budget_s as budget_of
 from autoplan.planner.search.device_hours import describe_limit, devices_held
 from autoplan.planner.search.inspection import Means, longest_inspection_s
 from autoplan.planner.search.loading import loading_s, measure_loading
-from autoplan.planner.search.next_work import ALONE, Work, next_work
+from autoplan.planner.search.next_work import ALONE, next_work
 from autoplan.planner.search.nodes import make_launcher, with_engine
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, Candidate, SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.search.plan_maker import make_plan
@@ -397,9 +397,6 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
         return answer.budget_ended(run, "the budget ended before the parity check of the fastest")
     if beaten:
         session.note(beaten)
-    loading = None
-    if session.options.loader is not None:
-        with session.entry(Work(kind="loader", config=leader.config, why="the training's own data wait for no step")):
-            loading = measure_loading(session, leader)
+    loading = measure_loading(session, leader)
     session.observer.on_phase("plan", leader.config.describe())
     return answer.plan_found(run, make_plan(session, leader, parity, plain, loading), session.ended_by)

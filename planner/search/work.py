@@ -149,9 +149,9 @@ PURPOSES: dict[str, Purpose] = {"look": "search", "hand setting": "reference"}
 def run_look(session: Session, work: Work) -> None:
     """A look, the hand setting's too: does it fit, and may it be faster than the leader?"""
     config = _config_of(work)
-    if work.kind == "hand setting" and session.has_verdict(config):
-        return  # the search has tried it
     if work.kind == "hand setting":
+        if session.has_verdict(config):
+            return  # the search has tried it
         session.observer.on_phase("hand setting", config.describe())
     _refuse_lost(session)
     session.measure(PURPOSES[work.kind], config, **look_limits(session, config))

@@ -258,6 +258,7 @@ def test_a_search_says_which_loader_and_its_plan_makes_it(tmp_path: Path, monkey
     assert found.setting is not None
     assert found.source == "Rows"
     assert found.setting.workers > 0
+    assert plan.ledger[0].kind == "imports" and plan.ledger[-1].kind == "loader"
     assert found.waiting_share == next(t.waiting_share for t in found.tried if t.setting == found.setting)
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")

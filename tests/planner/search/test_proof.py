@@ -604,6 +604,7 @@ def test_what_failed_its_check_is_not_shown_as_the_best_so_far(searches: Searche
     found = searches.search(World(passes=lambda config: config != BEST))
     assert found.session.best is not None and found.session.best.config == BEST, "it is the fastest that ran"
     assert found.session.shown_best is not None and found.session.shown_best.config == plan_of(found).config != BEST
+    assert found.result.best == found.session.shown_best, "the end says the same"
 
 
 def test_what_compiled_once_costs_its_warm_time_from_then_on(searches: Searches):

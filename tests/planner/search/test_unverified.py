@@ -29,7 +29,7 @@ class Leading:
     def __init__(self, leader: str) -> None:
         self.config = TrainingConfig(micro_batch=4, precision=leader)
         self.plain_config = TrainingConfig(micro_batch=2)
-        self.leader, self.did_not_run, self.notes, self.baseline = self, [], [], None
+        self.leader, self.did_not_run, self.notes, self.baseline, self.shown_best = self, [], [], None, None
 
 
 @pytest.fixture
