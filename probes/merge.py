@@ -136,6 +136,10 @@ def spread_notes(measured: Sequence[Measured]) -> list[str]:
     ]
 
 
+LATE_SHARE = 0.2
+"""Of the time that an idle GPU waits, at most, for a host whose cores others use. Assumed."""
+
+
 def load_sentence(profile: HardwareProfile, kind: str, others_cpu_share: float) -> str | None:
     """A sentence on what others did with the device while it was measured; None: nothing that matters.
 
@@ -159,10 +163,14 @@ def load_sentence(profile: HardwareProfile, kind: str, others_cpu_share: float) 
 def load_spread(profile: HardwareProfile, kind: str, others_cpu_share: float) -> float:
     """How far off rates may be that were taken beside other work: its time over what was left.
 
-    Of a GPU that was in use, half of the time is taken to have been others'.
+    Of a GPU that was in use, half of the time is taken to have been others'; one that was not shares no cores, but its
+    kernels may be launched late: at most LATE_SHARE.
     """
-    in_use = kind == "cuda" and any(_busy_share(device) is not None for device in profile.devices)
-    share = min(0.5 if in_use else others_cpu_share, 0.66)
+    if kind == "cuda":
+        in_use = any(_busy_share(device) is not None for device in profile.devices)
+        share = 0.5 if in_use else min(others_cpu_share, LATE_SHARE)
+    else:
+        share = min(others_cpu_share, 0.66)
     return share / (1 - share)
 
 

@@ -156,7 +156,8 @@ def run_probes(
         }
     )
     profile = _with_notes(profile, [*notes, *(spread_notes(measured) if disturbed is None else ())])
-    quieter = cached is not None and cached.probed_s >= budget_s and cached.others_cpu_share < others
+    as_long = cached if cached is not None and cached.probed_s >= budget_s else None
+    quieter = as_long is not None and (as_long.disturbed is None or as_long.others_cpu_share < others)
     if (quieter and disturbed is not None) or not _came_to_their_end(measured, profile, kind):
         return profile  # the cache has better ones, or a later call measures what is missing, and more
     problem = save_cached(path, profile)

@@ -118,6 +118,11 @@ class Zygote:
             ready = self._begin(began_at)
         self.pid, self.preload_errors = ready["pid"], ready["preload_errors"] | left_out
 
+    @property
+    def preloaded(self) -> tuple[str, ...]:
+        """The modules that it imports when it starts, those that were loaded since with them."""
+        return tuple(self._preload)
+
     def load(self, modules: Sequence[str]) -> None:
         """Has further modules imported before the next task: what the tasks before had no use for.
 

@@ -10,6 +10,7 @@ import ast
 import os
 import statistics
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,11 +42,14 @@ class MemoryMeter:
 
     def __init__(self) -> None:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+        self._device = 0  # each thread has a current device of its own; that of the main thread is the rank's
 
     def read_bytes(self) -> int:
         """Bytes in use now."""
         if torch.cuda.is_initialized():
-            return torch.cuda.memory_allocated()
+            if threading.current_thread() is threading.main_thread():
+                self._device = torch.cuda.current_device()
+            return torch.cuda.memory_allocated(self._device)
         _, resident, shared, *_ = os.pread(self._statm, 128, 0).split()
         return (int(resident) - int(shared)) * PAGE_BYTES
 

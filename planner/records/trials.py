@@ -198,11 +198,14 @@ class Trial(Record):
     def disturbed_sd(self) -> float:
         """By how much its step time may be off for what disturbed it, as a standard deviation of the logarithm.
 
-        At least as much as the share of the cores that others took explains: a step gets the rest of them.
+        At least as much as the share of the cores, or of the GPU, that others took explains: a step gets the rest.
         """
-        if self.window is None or self.window.disturbed is None:
+        window = self.window
+        if window is None or window.disturbed is None:
             return 0.0
-        return max(DISTURBED_SD, -math.log(1 - min(self.window.others_cpu_share or 0.0, 0.9)))
+        on_gpu = window.gpu_others_share is not None or window.sm_clock_hz is not None
+        share = window.gpu_others_share if on_gpu else window.others_cpu_share
+        return max(DISTURBED_SD, -math.log(1 - min(share or 0.0, 0.9)))
 
     def at_pace(self, pace: float) -> Trial:
         """The trial as if its steps took so many times as long."""

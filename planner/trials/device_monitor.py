@@ -37,9 +37,8 @@ class MemoryMonitor:
         self.limit_bytes = limit_bytes
         if device.type == "cuda":
             self._gpu = _Gpu(device)
-            self._own_before = self._gpu.own_bytes()
-            free, total = torch.cuda.mem_get_info(device)
-            self._used_before = total - free
+            free, total = torch.cuda.mem_get_info(device)  # makes the context; without one the driver knows no process
+            self._used_before, self._own_before = total - free, self._gpu.own_bytes()
             if limit_bytes is not None and limit_bytes < total:
                 torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
             torch.cuda.reset_peak_memory_stats(device)

@@ -30,14 +30,15 @@ class OptimizerStrategy:
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
         """The forms that the optimizer's class takes and the device has, but the one that it has already.
 
-        Where its flags leave it to torch, that is the loop on a CPU; on CUDA it differs between tensors and DTensors.
+        Where its flags leave it to torch, that is the loop on a CPU; on CUDA foreach, but for the DTensors of shards,
+        which one GPU has not.
         """
         optimizer = workload.build_optimizer(trainable(structure.model))
         replaced = "its step was replaced on the instance" if has_own_step(optimizer) else None
         reasons = {value: replaced or reason_against(type(optimizer), value, device) for value in OPTIMIZER_FLAGS}
         form, flags = step_form(optimizer), [group.get("foreach") for group in optimizer.param_groups]
-        if form is None and device == "cpu" and flags == [None] * len(flags):
-            form = "for_loop"
+        if form is None and flags == [None] * len(flags):
+            form = "for_loop" if device == "cpu" else "foreach" if _is_foreach(optimizer, hardware) else None
         if form is not None:
             reasons[form] = reasons[form] or f"own stands for it: this optimizer steps in the form {form} already"
         return offer(self.name, ("own",), reasons)
@@ -66,6 +67,13 @@ class OptimizerStrategy:
             check_applies(build.config, self.name, reason_against(type(optimizer), value, build.device.type))
             optimizer = rebuild(optimizer, OPTIMIZER_FLAGS[value])
         build.optimizer = optimizer
+
+
+def _is_foreach(optimizer: torch.optim.Optimizer, hardware: HardwareProfile) -> bool:
+    """Whether torch's own optimizer, without flags, steps in the form foreach: on the only GPU it does."""
+    by_torch = type(optimizer).__module__.startswith("torch.optim.")
+    unsaid = all(group.get("fused") is None for group in optimizer.param_groups)
+    return by_torch and unsaid and sum(device.type == "cuda" for device in hardware.devices) == 1
 
 
 class OptimizerStateStrategy:

@@ -98,6 +98,7 @@ def test_work_on_the_cpu_says_little_of_the_rates_of_an_idle_gpu() -> None:
     idle, used = make_profile(), make_profile(FakeGpu(use=90))
     assert load_spread(idle, "cuda", 0.12) == load_spread(used, "cpu", 0.12) < SEVERE_SPREAD
     assert load_spread(used, "cuda", 0.12) == 1.0
+    assert load_spread(idle, "cuda", 0.6) < 0.3 < load_spread(used, "cpu", 0.6), "an idle GPU has cores of its own"
 
 
 def test_devices_are_found_by_type_and_rates_by_kind() -> None:

@@ -55,7 +55,8 @@ def test_a_cause_that_cannot_be_removed_is_estimated_with_its_line(
     script: str, cause: str, line: str, budget: float
 ) -> None:
     found = diagnose(script, budget=budget)
-    first = next(one for one in found.findings if one.cause != "threads")  # the tests give a script one thread
+    depends = ("threads", "bf16")  # the tests give a script one thread, and some processors have fast bf16
+    first = next(one for one in found.findings if one.cause not in depends)
     assert (first.cause, first.measured, first.line) == (cause, False, line), found.findings
 
 

@@ -1,6 +1,7 @@
 """What each technique does to a model: kernels of the fused loss, checkpointing, compile, optimizer forms, threads."""
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -323,6 +324,21 @@ def test_optimizers_without_the_flag_say_so():
     assert "fused" in (reason_against(torch.optim.Adadelta, "fused", "cpu") or "")
     assert reason_against(torch.optim.Adadelta, "foreach", "cpu") is None
     assert reason_against(torch.optim.SparseAdam, "for_loop", "cpu") is not None
+
+
+def test_without_flags_torchs_optimizers_step_in_the_form_foreach_on_an_only_gpu():
+    """Of shards on several GPUs they do not; where it is said not to be fused, the loop is what is left."""
+    offered = {}
+    for name, flags, gpus in (("one", {}, 1), ("several", {}, 2), ("said", {"fused": False}, 1)):
+        workload = dataclasses.replace(language(), build_optimizer=partial(torch.optim.AdamW, lr=1e-3, **flags))
+        gpu = make_hardware().devices[0].model_copy(update={"type": "cuda"})
+        hardware = make_hardware().model_copy(
+            update={"devices": tuple(gpu.model_copy(update={"index": index}) for index in range(gpus))}
+        )
+        structure = find_structure(workload.build_model())
+        offered[name] = set(OptimizerStrategy().choices(workload, structure, hardware, "cuda").values)
+    assert offered["one"] == offered["several"] - {"foreach"}
+    assert "foreach" in offered["several"] and "foreach" in offered["said"]
 
 
 @pytest.mark.parametrize(
