@@ -61,7 +61,7 @@ def _document(plan: Plan, found: Verification, elsewhere: str | None) -> dict[st
     document = found.model_dump(mode="json")
     document["trial"]["peak_memory_bytes"] = found.trial.peak_memory_bytes
     return {
-        "status": "verified" if found.parity.passed and found.trial.tokens_per_s is not None else "failed",
+        "status": "verified" if found.parity.passed and found.trial.outcome.value == "ok" else "failed",
         "other_hardware": elsewhere,
         "plan_measured": plan.measurement.tokens_per_s.model_dump(mode="json"),
         "plan_peak_memory_bytes": plan.measurement.peak_memory_bytes,

@@ -12,6 +12,11 @@ def is_plain_run(config: TrainingConfig) -> bool:
     return config.knobs_off_default().keys() <= {"micro_batch"}
 
 
+def may_stand_in(config: TrainingConfig) -> bool:
+    """Whether it is the plain run or what is tried where that does not fit (`search.references.rungs`)."""
+    return config.knobs_off_default().keys() <= {"micro_batch", "checkpointing", "loss", "offload"}
+
+
 def run_words(
     config: TrainingConfig, own: TrainingConfig | None, plain: str = "the plain run", *, whole: bool = False
 ) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from autoplan.errors import PlanError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.loading import Loading
-from autoplan.planner.records.trials import Outcome
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.search.candidate_model import find_untried
 from autoplan.planner.search.device_hours import HOUR_S, alone_s
 from autoplan.planner.search.objective import best_trial
@@ -22,7 +22,7 @@ from autoplan.planner.search.options import BudgetState, SearchObserver, SearchO
 from autoplan.planner.search.plan_maker import UNCHECKED, make_plan
 from autoplan.planner.search.references import what_would_fit
 from autoplan.planner.search.selection import is_late, without_void
-from autoplan.planner.search.session import Session, budget_of
+from autoplan.planner.search.session import Session, budget_of, failed_parity
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.space.prune import HOST_LIMIT
 from autoplan.planner.store.store import PLAN_FILE, Store
@@ -70,7 +70,7 @@ class SearchRun:
         """The result, with the trials of the store; `facts` are further fields of it."""
         trials, spec = self.store.trials, self.workload
         shown = None if self.session is None else self.session.shown_best
-        best = shown or best_trial(trial for trial in trials if not trial.loss_differs)
+        best = shown or _best_recorded(self)
         if facts.get("plan") is not None:
             drop_unverified(self)
         elif (path := keep_unverified(self, ENDED.get(status, "the search ended"))) is not None:
@@ -134,6 +134,12 @@ class SearchRun:
 
 
 # The best so far, as a plan that nobody verified.
+
+
+def _best_recorded(run: SearchRun) -> Trial | None:
+    """The best look of the record that may be the plan."""
+    trials = (trial for trial in run.store.trials if not trial.loss_differs and run.options.allows(trial.config))
+    return best_trial((t for t in trials if not failed_parity(run.store, t.config)), run.options.wanted)
 
 
 def keep_unverified(run: SearchRun, ended: str) -> str | None:
@@ -208,10 +214,10 @@ def finished_before(run: SearchRun) -> SearchResult | None:
         if plan is None or _lacks_loader(run, plan):
             return None  # the record makes it again; its loader is to be measured
     run.budget_s = run.store.finished_budget_s  # a smaller one that is given now has no part in it
-    budget = run.budget()
+    budget, best = run.budget(), _best_recorded(run)
     run.observer.on_workload(run.workload)
     for trial in run.store.trials:
-        run.observer.on_trial_finished(trial, best_trial(run.store.trials), budget)
+        run.observer.on_trial_finished(trial, best, budget)
     text = (
         f"this search finished before; this is its answer, from {len(run.store.trials)} recorded trial(s). "
         "A larger --budget extends it, --fresh starts over."
@@ -271,12 +277,17 @@ def _earlier_plan(run: SearchRun, plan: Plan, why: str) -> SearchResult:
 
 def plan_found(run: SearchRun, plan: Plan, ended_by: str) -> SearchResult:
     """A verified plan: written to the store, and where the options say."""
+    return run.result("plan_found", plan=plan, plan_path=keep_plan(run, plan, ended_by))
+
+
+def keep_plan(run: SearchRun, plan: Plan, ended_by: str) -> str:
+    """Writes a verified plan, and that the search found it; returns where it is."""
     plan.save(run.store.folder / PLAN_FILE, private=True)
     path = _place(run, plan)
     run.store.share_plan()
     if not run.did_not_run:
         run.store.finish("plan_found", ended_by=ended_by)
-    return run.result("plan_found", plan=plan, plan_path=path)
+    return path
 
 
 def did_not_run(run: SearchRun, what: str) -> SearchResult:
@@ -291,9 +302,10 @@ def did_not_run(run: SearchRun, what: str) -> SearchResult:
 
 def interrupted(run: SearchRun) -> SearchResult:
     """Ctrl-C: nothing is closed, so that the same call goes on."""
-    return run.result(
-        "interrupted", reason="every finished trial is on disk", hint="The same command goes on from here."
-    )
+    reason = "every finished trial is on disk"
+    if run.store.plan_was_found:
+        reason += f"; the plan that was found is {run.store.folder / PLAN_FILE}"
+    return run.result("interrupted", reason=reason, hint="The same command goes on from here.")
 
 
 def budget_ended(run: SearchRun, before: str, *, needed_s: float | None = None) -> SearchResult:
@@ -307,7 +319,7 @@ def budget_ended(run: SearchRun, before: str, *, needed_s: float | None = None) 
     if run.device_hours is not None:
         more = f"--max-device-hours {more_s * run.devices / HOUR_S:g}"
     hint = f"Give it more time, for example {more}; what finished is not repeated."
-    best = None if run.session is None else run.session.best
+    best = None if run.session is None else run.session.shown_best
     if run.session is not None and best is not None and best.step_time_s is not None:
         drawn = run.session.sampler is not None
         best_s = best.step_time_s.median / run.session.model.pace_of(best)

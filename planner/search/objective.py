@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autoplan.planner.records.trials import Objective, Outcome, Trial
-from autoplan.planner.search.selection import MOST_CONTENDERS, CandidateRuns, rank
+from autoplan.planner.search.selection import MOST_CONTENDERS, CandidateRuns, rank, shared_rounds, speed_ratio
 from autoplan.planner.search.selection import contenders as near_leader
 from autoplan.planner.search.surrogate import Posterior, normal_cdf
 from autoplan.planner.trials.measure import Spread, ToBeat
@@ -42,10 +42,17 @@ def order(objective: Objective, candidates: Sequence[CandidateRuns], spread: Spr
     ranked = [own[one.config] for one in rank([_scaled(objective, one) for one in candidates], spread)]
     if objective.name != "memory" or not ranked:
         return ranked
-    floor_s = min(candidate.step_time.median for candidate in ranked) / objective.floor
-    good = [candidate for candidate in ranked if candidate.step_time.median <= floor_s]
+    fastest = min(ranked, key=lambda candidate: candidate.look_s)
+    good = [candidate for candidate in ranked if _share(candidate, fastest) >= objective.floor]
     good.sort(key=lambda candidate: (candidate.peak_memory_bytes, candidate.step_time.median))
     return good + [candidate for candidate in ranked if candidate not in good]
+
+
+def _share(candidate: CandidateRuns, fastest: CandidateRuns) -> float:
+    """The speed of a candidate as a share of the fastest's: by their pairs, else by looks."""
+    if shared_rounds((candidate, fastest)):
+        return speed_ratio(candidate, fastest).median
+    return fastest.look_s / candidate.look_s
 
 
 def _scaled(objective: Objective, candidate: CandidateRuns) -> CandidateRuns:
@@ -65,7 +72,7 @@ def contenders(
         near = {one.config for one in near_leader(scaled, _scaled(objective, leader), spread)}
         return [one for one in order(objective, candidates, spread) if one.config in near]
     best_first = order(objective, candidates, spread)
-    fastest = min(candidates, key=lambda candidate: candidate.step_time.median)
+    fastest = min(candidates, key=lambda candidate: candidate.look_s)
     small = [candidate for candidate in best_first if candidate.config not in (fastest.config, leader.config)]
     return [one for one in (fastest, *small) if one.config != leader.config][:MOST_CONTENDERS]
 

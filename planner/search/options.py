@@ -580,7 +580,7 @@ class SearchResult(Record):
     unverified_path: str | None = Field(default=None, description="the best so far as a plan that is not verified")
     baseline: Trial | None = None
     own_setting: TrainingConfig | None = Field(default=None, description="the setting that the training has, if known")
-    best: Trial | None = Field(default=None, description="fastest so far, verified or not")
+    best: Trial | None = Field(default=None, description="the look at what leads, verified or not")
     trials: tuple[Trial, ...] = ()
     ledger: tuple[WorkLine, ...] = Field(default=(), description="where the time went, piece by piece")
     attempts: tuple[Attempt, ...] = Field(default=(), description="runs that something outside ended; none counts")

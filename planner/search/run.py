@@ -22,7 +22,6 @@ from autoplan.planner.search.next_work import ALONE, next_work
 from autoplan.planner.search.nodes import make_launcher, with_engine
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, Candidate, SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.search.plan_maker import make_plan
-from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.session import BudgetOver, Session, make_model
 from autoplan.planner.search.setup import SearchContext, Target, begin_search, find_target, prepare_search, trace_more
@@ -132,9 +131,11 @@ def _open_store(options: SearchOptions, profile: HardwareProfile, target: Target
 def _baseline_of(options: SearchOptions) -> dict[str, Any] | None:
     """The part of the baseline that makes another study: what is said, and the setting that objects were read with.
 
-    That of a file is read when the search begins; another one is measured in the same study.
+    That of a file is read when the search begins; another one is measured in the same study, the plain run in its own.
     """
     said, own = options.baseline, options.spec.own_setting
+    if said == "plain" and options.spec.kind == "function":
+        return {"plain": True}
     if said == "plain" or (said is None and own is None):
         return None
     return ({} if own is None else own.knobs_off_default()) | dict(said or {})
@@ -214,7 +215,7 @@ def _side_by_side(session: Session, parts: Sequence[Part]) -> Iterator[None]:
         yield
         return
     on_gpus, runner = parts[0].gpu is not None, session.runner
-    preload = preload_for(session.options.spec)
+    preload = session.zygote.preloaded  # what the inspection has found too
     own = [Zygote(preload=preload, env={"CUDA_VISIBLE_DEVICES": part.gpu} if part.gpu else {}) for part in parts]
     zygotes = own if on_gpus else [session.zygote, *own[1:]]  # the search's own one is on the first part of a CPU
     host_limit = runner.host_limit_bytes // (len(parts) if on_gpus else 1)
@@ -268,9 +269,10 @@ def _to_its_end(run: SearchRun, search: Callable[[], SearchResult]) -> SearchRes
 
 
 def _left_s(run: SearchRun) -> float:
-    """Seconds for the setup. To make a found plan again, for another loader, has an allowance beside the budget."""
-    left_s = run.budget_s - run.store.spent_s
-    return max(left_s, longest_inspection_s(run.budget_s)) if run.store.plan_was_found else left_s
+    """Seconds for the setup. To make a plan of what the record has proved has an allowance beside the budget."""
+    left_s, store = run.budget_s - run.store.spent_s, run.store
+    has_plan = store.plan_was_found or any(parity.passed for parity in store.parities.values())
+    return max(left_s, longest_inspection_s(run.budget_s)) if run.session is None and has_plan else left_s
 
 
 def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Session:
@@ -364,8 +366,18 @@ def _next_best(session: Session, leader: CandidateRuns) -> CandidateRuns | None:
     return plain
 
 
+def _checked(session: Session) -> CandidateRuns | None:
+    """The best configuration that passed its parity check; None: the baseline is better than each of them."""
+    for runs in session.ranked(session.eligible):
+        if runs.config == session.plain_config:
+            return None
+        if session.store.parity_of(runs.config) is not None:  # what failed is not among them
+            return runs
+    return None
+
+
 def _conclude(run: SearchRun, session: Session) -> SearchResult:
-    """From what was measured to the plan: the leader if it is proved, else the baseline."""
+    """From what was measured to the plan: the leader if it is proved, else the best that is, else the baseline."""
     if hanging := session.model.hanging:
         session.note(
             f"{len(hanging)} configuration(s) with a number of threads of their own ran only beside other work, which "
@@ -379,6 +391,9 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
     if leader is None:
         return answer.nothing_verified(run, session.ended_by)
     assert plain is not None, "what led was compared with it"
+    if session.known_parity(leader.config) is None and (checked := _checked(session)) is not None:
+        session.note(f"{leader.config.describe()} led the search, and the time ended before its parity check")
+        leader = checked
     against = session.comparison(leader)  # None: the baseline has failed in a round of the claim
     fallback = _next_best(session, leader)
     beaten = ""
@@ -397,6 +412,8 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
         return answer.budget_ended(run, "the budget ended before the parity check of the fastest")
     if beaten:
         session.note(beaten)
+    if session.options.loader is not None:  # what ends the search meanwhile takes no plan away
+        answer.keep_plan(run, make_plan(session, leader, parity, plain), session.ended_by)
     loading = measure_loading(session, leader)
     session.observer.on_phase("plan", leader.config.describe())
     return answer.plan_found(run, make_plan(session, leader, parity, plain, loading), session.ended_by)

@@ -7,6 +7,7 @@ answer. How much faster the winner is, is decided by other runs (claim.py).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -113,11 +114,14 @@ def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
     """The configurations that ran, with their runs, fastest first.
 
     A configuration of which a further run failed is left out: it failed once in a fresh process, so it may fail again.
-    A pair of which a run was disturbed is void; under a load that lasts all are, and they count.
+    A pair of which a run was disturbed is void; under a load that lasts all are, and they count. One that was cut short
+    is void too: its run was beside none.
     """
     trials = without_void(trials)
-    disturbed = {trial.round for trial in trials if trial.purpose == "finalist" and trial.disturbed}
-    void = set() if has_lasting_load(trials) else disturbed
+    pairs = [trial for trial in trials if trial.purpose == "finalist"]
+    disturbed = {trial.round for trial in pairs if trial.disturbed}
+    made = Counter(trial.round for trial in pairs if trial.step_time_s is not None)
+    void = {number for number in made if made[number] < 2} | (set() if has_lasting_load(trials) else disturbed)
     firsts: dict[TrainingConfig, Trial] = {}
     repeats: dict[tuple[str, TrainingConfig], list[Trial]] = {}
     failed: set[TrainingConfig] = set()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from autoplan.planner.parity.records import CHECK_MICRO_BATCH
-from autoplan.planner.records.baseline import YOURS, is_plain_run, run_words
+from autoplan.planner.records.baseline import YOURS, is_plain_run, may_stand_in, run_words
 from autoplan.planner.records.trials import (
     IN_FP32,
     ClaimRounds,
@@ -212,7 +212,9 @@ class Session:
     def baseline_trials(self) -> list[Trial]:
         """The trials of what may be the baseline, from the first of the user's present setting on."""
         made, own = [trial for trial in self.store.trials if trial.purpose == "baseline"], self.own_config
-        return made if own is None else list(itertools.dropwhile(lambda trial: trial.config != own, made))
+        if own is None:  # an earlier run of the search may have known one
+            return [trial for trial in made if may_stand_in(trial.config)]
+        return list(itertools.dropwhile(lambda trial: trial.config != own, made))
 
     @property
     def plain_is_known(self) -> bool:

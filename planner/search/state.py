@@ -183,6 +183,8 @@ def _hand(session: Session, leader: CandidateRuns) -> Work | None:
         return None  # it was looked at, or something outside ended each run of it
     if session.plain_config in (leader.config, session.own_config):
         return None
+    if session.side is not None and any(begun.work.kind == "hand setting" for begun in session.side.begun.values()):
+        return None  # the ledger has it when it ends
     config = chosen or hand_setting(session)
     if config is None or config in session.elsewhere:
         return None

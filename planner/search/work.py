@@ -14,6 +14,7 @@ from typing import Literal
 from autoplan.errors import DidNotRunError, NoFeasiblePlanError, WorkloadError
 from autoplan.planner.records.baseline import YOURS, is_plain_run
 from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Prediction, Purpose, Trial
+from autoplan.planner.search.claim import claim_progress
 from autoplan.planner.search.next_work import BESIDE, Work
 from autoplan.planner.search.objective import best_trial, to_beat
 from autoplan.planner.search.references import plain_configs, what_would_fit
@@ -42,6 +43,9 @@ slow, and nothing else fitted into the budget any more."""
 CHECK_FACTOR, CHECK_MORE_S = 1.5, 5.0
 """A parity check with what a verdict can do without has so many times what was expected, and these seconds, but none of
 the fewest rounds of the claim (one of a compiled GPT-2 took 200 s of 10 minutes). `autoplan verify` makes the rest."""
+
+CHECK_LIMIT_FACTOR, CHECK_LIMIT_MORE_S = 8.0, 120.0
+"""A check is ended after so many times what was expected, and these seconds: one that hangs leaves the rest. Chosen."""
 
 DEADLINE_FACTOR, DEADLINE_LEAST_S = 4.0, 15.0
 """A further run is ended after so many times the longest good run of its configuration, and these seconds at least."""
@@ -81,8 +85,10 @@ def run_baseline(session: Session, work: Work) -> None:
         session.observer.on_phase("baseline", f"{session.run_words(config)}, {config.describe()}")
         deadline_s = session.hard_deadline_s(0.0)
         made = [trial for trial in session.baseline_trials if trial.config == config]
-        if any(not trial.budget_ended or trial.seconds_spent >= deadline_s for trial in made):
-            continue  # it would end as before: no budget ended it, or there is no more time now
+        if any(not trial.budget_ended for trial in made):
+            continue  # it would end as before
+        if any(trial.seconds_spent >= deadline_s for trial in made):
+            break  # the budget ended it, and there is no more time now
         expected = session.predict(config)
         trial = session.measure("baseline", config, deadline_s=deadline_s, deadline_of_budget=True)
         if trial.outcome is Outcome.OK:
@@ -271,8 +277,8 @@ def run_claim_round(session: Session, work: Work) -> None:
             max_trials=session.options.max_trials,
         )
         session.store.add(began)
-    number = _next_round(session, "claim") - began.first_round + 1
-    session.observer.on_phase("claim", f"round {number} of {began.rounds}")
+    quiet, _ = claim_progress(session.store.trials, began)
+    session.observer.on_phase("claim", f"round {quiet + 1} of {began.rounds}")
     complete = _run_round(session, "claim", [leader.first, plain], 0.0)
     if not complete or session.first_run(plain.config) is None:  # no round would be complete
         session.ended_claims.add(began.number)
@@ -363,6 +369,7 @@ def _check(session: Session, config: TrainingConfig, *, whole: bool) -> Parity |
     from autoplan.planner.parity.compare import CandidateDidNotRunError, where_ended
 
     trials, cost, spec = session.trial_cost, session.parity_cost, session.context.spec
+    longest_s = CHECK_LIMIT_FACTOR * check_s(session, config) + CHECK_LIMIT_MORE_S
     number = len(list((session.store.folder / "trials").glob("parity*")))
     directory: Path = session.store.folder / "trials" / f"parity{number:02d}"
     directory.mkdir(parents=True, exist_ok=True)
@@ -375,7 +382,7 @@ def _check(session: Session, config: TrainingConfig, *, whole: bool) -> Parity |
             plain=None if session.plain_config == session.own_config else session.plain_config,
             device=session.context.device,
             directory=directory,
-            deadline_s=max(1.0, session.hard_deadline_s(0.0)),
+            deadline_s=max(1.0, min(longest_s, session.hard_deadline_s(0.0))),
             memory_limit_bytes=session.context.host_limit_bytes,
             on_attempt=lambda report: session.add_attempt("parity", report, config=config),
             time_s=None if spec.is_step else _check_time_s(session, config, whole),

@@ -8,10 +8,13 @@ import pytest
 
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.search.answer import PLAN_FILE, SearchRun, _after_failed_checks, finished_before, nothing_ran
+from autoplan.planner.search.inspection import longest_inspection_s
 from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.search.run import _left_s
 from autoplan.planner.store.store import Store
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
+from tests.planner.search.stand_in import verdict
 from tests.recorded import make_plan, make_trial
 
 LOADER = LoaderSpec(kind="function", reference="train.py:rows", identity="rows")
@@ -75,6 +78,17 @@ def test_more_budget_that_ends_before_a_plan_leaves_the_earlier_one(store: Store
     (store.folder / PLAN_FILE).unlink()
     assert run.finish("budget_ended", "slow", "Give it more time.").status == "budget_ended"
     assert store.finished is not None and store.finished["status"] == "plan_found"
+
+
+def test_what_the_record_has_proved_is_made_a_plan_though_the_time_is_over(tmp_path: Path):
+    """A search that was killed in its last round, or in the loader, needs its setup once more."""
+    with Store(tmp_path / "s", "0" * 16, summary={}) as store:
+        run = run_of(store, 600.0)
+        assert _left_s(run) == pytest.approx(600.0, abs=5.0)
+        store._spent_before_s = 601.0
+        assert _left_s(run) < 0.0
+        store.add_parity(TrainingConfig(micro_batch=2), verdict(True))
+        assert _left_s(run) == longest_inspection_s(600.0) > 5.0
 
 
 def test_a_run_that_could_make_no_trial_leaves_the_earlier_plan(store: Store, tmp_path: Path):

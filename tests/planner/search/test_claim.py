@@ -456,6 +456,28 @@ def test_a_later_claim_without_enough_rounds_takes_nothing_from_an_earlier_one()
     assert again is not None and (again.claim.rounds, again.claim.chosen_from) == (2, 3), "now it has"
 
 
+def test_on_a_gpu_the_share_of_the_gpu_says_how_far_off_a_disturbed_time_may_be():
+    def sd(**window: Any) -> float:
+        trial = a_trial(0, "search", BASE, 1.0, window=Window(seconds=1.0, disturbed=LOAD, **window))
+        return trial.disturbed_sd
+
+    assert sd(others_cpu_share=0.8) == pytest.approx(math.log(5))
+    assert sd(others_cpu_share=0.8, sm_clock_hz=1.9e9) == sd(others_cpu_share=0.0), "the GPU had been throttled"
+    assert sd(others_cpu_share=0.0, gpu_others_share=0.8) == pytest.approx(math.log(5))
+
+
+def test_a_run_whose_pair_was_cut_short_decides_nothing():
+    """It was beside no other: its configuration does not lead for having been the first of the two."""
+    looks = [a_trial(0, "search", OTHERS[0], 1.0), a_trial(1, "search", OTHERS[1], 1.1)]
+    alone = [*looks, a_trial(2, "finalist", OTHERS[1], 1.1, round=0)]
+    assert [one.config for one in rank(collect_runs(alone))] == OTHERS[:2]
+    assert not any(one.finalist_runs for one in collect_runs(alone))
+    late = a_trial(3, "finalist", OTHERS[0], 1.0, round=0, outcome=Outcome.TIMEOUT, step_time_s=None, budget_ended=True)
+    assert not any(one.finalist_runs for one in collect_runs([*alone, late]))
+    whole = [*alone, a_trial(3, "finalist", OTHERS[0], 1.0, round=0)]
+    assert all(one.finalist_runs for one in collect_runs(whole))
+
+
 def test_looks_without_rounds_are_compared_as_if_the_cores_had_been_as_fast():
     look, plain = collect_runs([a_trial(0, "search", OTHERS[0], 1.0), a_trial(1, "baseline", BASE, 1.06)])
     raw = compare(look, plain, measured_spread([]), chosen_from=2)

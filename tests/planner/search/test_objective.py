@@ -54,6 +54,19 @@ def test_the_least_memory_above_the_floor_comes_first():
     assert order(MEMORY, [], spread) == []
 
 
+def test_runs_in_slices_move_no_configuration_over_the_floor():
+    """They take some 5 % longer than looks: those with a pair are compared by it, the others by their looks."""
+
+    def sliced(number: int, config: TrainingConfig, step_s: float) -> Trial:
+        return trial(number, config, step_s, 1.0).model_copy(update={"purpose": "finalist", "round": 0, "pauses": 9})
+
+    looks = [trial(0, FAST, 1.0, 8.0), trial(1, MIDDLE, 1.2, 3.0), trial(2, SMALL, 1.28, 1.0)]
+    after = collect_runs([*looks, sliced(3, FAST, 1.07), sliced(4, MIDDLE, 1.28)])
+    assert [one.config for one in order(MEMORY, after, Spread())] == [MIDDLE, FAST, SMALL]
+    behind = collect_runs([*looks, sliced(3, FAST, 1.0), sliced(4, MIDDLE, 1.28)])
+    assert order(MEMORY, behind, Spread())[0].config == FAST, "side by side it does not reach the floor"
+
+
 def test_cost_counts_each_rank():
     one, two = TrainingConfig(micro_batch=8), TrainingConfig(micro_batch=8, dp_replicate=2)
     runs = collect_runs([trial(0, one, 1.0, 2.0), trial(1, two, 0.6, 2.0)])

@@ -181,6 +181,41 @@ def test_it_is_tried_first_and_the_plain_run_stands_in(searches: Searches) -> No
     assert "the plain baseline (your setting does not run here)" in facts.headline(plan)
 
 
+def test_one_that_is_not_known_any_more_is_not_the_baseline(searches: Searches) -> None:
+    """A search without a setting compares with fp32 with nothing applied, and not with what an earlier one ran."""
+    own = TrainingConfig(micro_batch=2, precision="bf16")
+    with pytest.raises(Killed):
+        searches.search(World(own=own), die_before=3)
+    world = World()
+    plan = searches.search(world).result.plan
+    assert world.made[0][:2] == ("baseline", PLAIN)
+    assert plan is not None and plan.baseline.config == PLAIN and "does not fit" not in facts.headline(plan)
+
+
+def test_the_plain_run_is_asked_for_in_a_study_of_its_own_where_a_file_may_have_a_setting() -> None:
+    spec = SPEC.model_copy(update={"own_setting": None})
+    file = spec.model_copy(update={"kind": "function", "reference": "train.py:make"})
+    asked, unasked = (SearchOptions(spec=file, baseline=said) for said in ("plain", None))
+    assert _baseline_of(asked) != _baseline_of(unasked)
+    named = spec.model_copy(update={"kind": "model", "reference": "gpt2"})
+    assert _baseline_of(SearchOptions(spec=named, baseline="plain")) is None, "it has none anyway"
+
+
+@pytest.mark.parametrize("more_s", [0.0, 5.0])
+def test_one_that_the_budget_ended_does_run_here(searches: Searches, more_s: float) -> None:
+    """A little more time ends it again: that is no reason to compare with something else."""
+
+    def fate(order: TrialOrder, before: int) -> dict[str, Any] | None:
+        late = {"outcome": Outcome.TIMEOUT, "reason": "late", "budget_ended": True, "seconds_spent": order.deadline_s}
+        return late if order.config == OWN else None
+
+    for budget in (60.0, 60.0 + more_s):
+        world = World(own=OWN, fate=fate)
+        found = searches.search(world, budget=budget)
+        assert found.result.status == "budget_ended" and "--budget" in str(found.result.hint)
+        assert {config for purpose, config, _ in world.made if purpose == "baseline"} <= {OWN}
+
+
 @pytest.mark.parametrize("before", [OWN, None], ids=["another", "none"])
 @pytest.mark.parametrize("runs", [True, False])
 def test_another_setting_than_that_of_an_earlier_run_is_measured(searches: Searches, runs: bool, before: Any) -> None:

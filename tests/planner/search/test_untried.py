@@ -99,7 +99,7 @@ def test_a_search_whose_budget_ended_says_what_it_would_try_next():
     assert best is not None and best.step_time_s is not None
     untried = find_untried(search.model, best.config, best.step_time_s.median)
     assert untried is not None and untried.tried_next
-    session: Any = SimpleNamespace(sampler=None, model=search.model, best=best)
+    session: Any = SimpleNamespace(sampler=None, model=search.model, shown_best=best)
 
     class Run(SearchRun):
         def finish(self, status: Any, reason: str, hint: str, *, ended_by: str = "time") -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import autoplan
+from autoplan.cli.verify import _document
 from autoplan.planner.parity import check as parity_check
 from autoplan.planner.parity import compare
 from autoplan.planner.plan.plan import Plan
@@ -141,6 +142,15 @@ def test_what_does_not_run(outcome: Outcome, wanted: str, code: int) -> None:
     found = verdict(plan, make_trial(0, plan.config, None, outcome=outcome, reason="a reason"))
     assert (found.verdict, found.exit_code, found.speed_ratio) == (wanted, code, None)
     assert "a reason" in found.text
+
+
+def test_what_an_allocator_barely_held_was_timed_and_is_no_success() -> None:
+    plan = make_plan()
+    full = {"outcome": Outcome.OUT_OF_MEMORY, "reason": "9 GiB over the limit"}
+    found = verdict(plan, trial_at(plan, 1.0).model_copy(update=full))
+    assert found.trial.tokens_per_s is not None and found.exit_code == 3
+    assert _document(plan, found, None)["status"] == "failed"
+    assert _document(plan, verdict(plan, trial_at(plan, 1.0)), None)["status"] == "verified"
 
 
 def test_parity_comes_before_speed() -> None:
