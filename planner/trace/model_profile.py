@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PROFILE_VERSION = 12
+PROFILE_VERSION = 13
 IN_FUSED_LOSS = "fused loss: "
 """Before the names of operations between the products of the fused loss. On CUDA they are compiled, except in fp16."""
+IN_RNN = "rnn: "
+"""Before the names of operations of a torch.nn.RNN, GRU or LSTM: torch.compile leaves them as they are
+(`torch._dynamo.config.allow_rnn`)."""
 
 Samples = TypeVar("Samples", float, "NDArray[np.float64]")
 Kind = Literal["matmul", "attention", "convolution", "memory"]

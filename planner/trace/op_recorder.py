@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from autoplan.planner.trace.model_profile import IN_FUSED_LOSS, Kind
+from autoplan.planner.trace.model_profile import IN_FUSED_LOSS, IN_RNN, Kind
 
 aten = torch.ops.aten
 
@@ -123,6 +124,7 @@ class OpRecorder(TorchDispatchMode):
         self.part = "forward"
         self._in_backward = False
         self._prefix = ""
+        self._rnn_nodes: list[tuple[int, int]] = []  # ranges of sequence numbers of autograd's nodes
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._uncompiled = contextlib.ExitStack()
 
@@ -179,6 +181,28 @@ class OpRecorder(TorchDispatchMode):
 
         return marked
 
+    def mark_rnns(self, model: nn.Module) -> None:
+        """Hooks by which the operations of RNN, GRU and LSTM modules are recorded as such, in the backward too."""
+        began: list[int] = []
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self._prefix = IN_RNN
+            began.append(torch._C._autograd._get_sequence_nr())
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._prefix = ""
+            self._rnn_nodes.append((began.pop(), torch._C._autograd._get_sequence_nr()))
+
+        for module in model.modules():
+            if isinstance(module, (nn.RNN, nn.GRU, nn.LSTM)):
+                module.register_forward_pre_hook(enter)
+                module.register_forward_hook(leave)
+
+    def _is_of_rnn(self) -> bool:
+        """Whether autograd runs the backward of what an RNN did."""
+        node = torch._C._current_autograd_node() if self._in_backward and self._rnn_nodes else None
+        return node is not None and any(low <= node._sequence_nr() < high for low, high in self._rnn_nodes)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # more than half of all that is dispatched under fake tensors
             return args[0].device
@@ -222,7 +246,7 @@ class OpRecorder(TorchDispatchMode):
             flops = _attention_flops(name, inputs)
         self.recording.operations.append(
             Operation(
-                name=self._prefix + name,
+                name=(self._prefix or IN_RNN * self._is_of_rnn()) + name,
                 kind=kind,
                 phase="backward" if self._in_backward else "forward",
                 dtype="float32" if kind == "memory" or not inputs else str(inputs[0].dtype).removeprefix("torch."),

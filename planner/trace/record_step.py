@@ -91,6 +91,7 @@ def record_step(
         before = recorder.live_bytes
         hooks = _count_gradients(recorder, run.parameters)
         _mark_parts(recorder, blocks)
+        recorder.mark_rnns(model)
         divisor = torch.tensor(1.0, device=device)
         try:
             with watch_loss_of_logits(recorder.mark_fused_loss), recorder:

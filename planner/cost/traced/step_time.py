@@ -31,7 +31,14 @@ from autoplan.planner.cost.step import step_seconds
 from autoplan.planner.cost.traced.candidates import FP8, Candidates
 from autoplan.planner.cost.traced.memory import profile_size, profile_widths
 from autoplan.planner.cost.traced.rates import Rates, is_aligned
-from autoplan.planner.trace.model_profile import IN_FUSED_LOSS, ModelProfile, OperationGroup, VariantKey, VariantProfile
+from autoplan.planner.trace.model_profile import (
+    IN_FUSED_LOSS,
+    IN_RNN,
+    ModelProfile,
+    OperationGroup,
+    VariantKey,
+    VariantProfile,
+)
 from autoplan.strategies.techniques.sizes import RECIPES, reason_against_sizes
 
 # The compiler fuses element-wise operations: what is left of their memory traffic and of their launches, per block or
@@ -148,6 +155,7 @@ def segment_times(variant: VariantProfile, rates: Rates, candidates: Candidates,
         one_s = _group_seconds(group, rates, candidates)
         # what lies outside the blocks stays eager where blocks are compiled
         fused = whole | ((group.segment == "block") & (candidates.compiled > 0))
+        fused = fused & (not group.name.startswith(IN_RNN))
         if group.kind == "matmul":  # Inductor pads operands (torch/_inductor/fx_passes/pad_mm.py)
             one_s = np.where(fused, one_s / _misaligned(group, rates, candidates), one_s)
         seconds = one_s * group.count

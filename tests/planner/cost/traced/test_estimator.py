@@ -20,7 +20,14 @@ from autoplan.planner.cost.traced.candidates import from_configs
 from autoplan.planner.cost.traced.estimator import Estimator, Outlook
 from autoplan.planner.cost.traced.rates import fit_matmul
 from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
-from autoplan.planner.trace.model_profile import PLAIN, ModelProfile, TraceRequest, VariantKey
+from autoplan.planner.trace.model_profile import (
+    IN_RNN,
+    PLAIN,
+    ModelProfile,
+    TraceRequest,
+    VariantKey,
+    VariantProfile,
+)
 from autoplan.planner.trace.trace import trace_workload
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import TrainingConfig
@@ -57,6 +64,25 @@ def test_predictions_keep_the_order_and_know_what_is_faster(profile: ModelProfil
     assert full.peak_memory_bytes < plain.peak_memory_bytes
     assert full.hardware_flops == pytest.approx(4 / 3 * (plain.hardware_flops or 0))
     assert plain.step_time_low_s < plain.step_time_s < plain.step_time_high_s
+
+
+def test_a_compilation_saves_nothing_of_the_operations_of_an_rnn(
+    profile: ModelProfile, hardware: HardwareProfile
+) -> None:
+    def operations_s(of: ModelProfile) -> list[float]:
+        configs = [TrainingConfig(micro_batch=4), TrainingConfig(micro_batch=4, compile="model")]
+        parts = ("matmul/full", "memory", "fused_memory", "dispatch")
+        return [sum(p.time_parts_s.get(part, 0.0) for part in parts) for p in estimator(of, hardware).estimate(configs)]
+
+    def as_rnn(variant: VariantProfile) -> VariantProfile:
+        groups = tuple(group.model_copy(update={"name": IN_RNN + group.name}) for group in variant.groups)
+        return variant.model_copy(update={"groups": groups})
+
+    recurrent = profile.model_copy(update={"variants": {key: as_rnn(v) for key, v in profile.variants.items()}})
+    eager_s, compiled_s = operations_s(recurrent)
+    assert compiled_s == pytest.approx(eager_s)
+    eager_s, compiled_s = operations_s(profile)
+    assert compiled_s < 0.97 * eager_s
 
 
 def test_the_activations_of_what_was_not_traced_are_less_certain(
