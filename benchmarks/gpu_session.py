@@ -90,7 +90,8 @@ class Session:
         self.results.mkdir(parents=True)
         if self.archive.exists():
             with tarfile.open(self.archive) as packed:
-                packed.extractall(self.folder, filter="data")
+                safe: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # not in each Python 3.11
+                packed.extractall(self.folder, **safe)
         paths = [str(ROOT)]
         if wheels is not None:
             site = str(self._install(wheels))

@@ -70,7 +70,7 @@ class SearchRun:
         """The result, with the trials of the store; `facts` are further fields of it."""
         trials, spec = self.store.trials, self.workload
         shown = None if self.session is None else self.session.shown_best
-        best = shown or _best_recorded(self)
+        best = shown or _best_recorded(self, facts.get("plan"))
         if facts.get("plan") is not None:
             drop_unverified(self)
         elif (path := keep_unverified(self, ENDED.get(status, "the search ended"))) is not None:
@@ -136,10 +136,12 @@ class SearchRun:
 # The best so far, as a plan that nobody verified.
 
 
-def _best_recorded(run: SearchRun) -> Trial | None:
-    """The best look of the record that may be the plan."""
-    trials = (trial for trial in run.store.trials if not trial.loss_differs and run.options.allows(trial.config))
-    return best_trial((t for t in trials if not failed_parity(run.store, t.config)), run.options.wanted)
+def _best_recorded(run: SearchRun, plan: Plan | None) -> Trial | None:
+    """The look at what is the plan; else the best of the record that may be it."""
+    trials = run.store.trials
+    own = best_trial(trial for trial in trials if plan is not None and trial.config == plan.config)
+    kept = (trial for trial in trials if not trial.loss_differs and run.options.allows(trial.config))
+    return own or best_trial((t for t in kept if not failed_parity(run.store, t.config)), run.options.wanted)
 
 
 def keep_unverified(run: SearchRun, ended: str) -> str | None:
@@ -214,7 +216,7 @@ def finished_before(run: SearchRun) -> SearchResult | None:
         if plan is None or _lacks_loader(run, plan):
             return None  # the record makes it again; its loader is to be measured
     run.budget_s = run.store.finished_budget_s  # a smaller one that is given now has no part in it
-    budget, best = run.budget(), _best_recorded(run)
+    budget, best = run.budget(), _best_recorded(run, plan)
     run.observer.on_workload(run.workload)
     for trial in run.store.trials:
         run.observer.on_trial_finished(trial, best, budget)

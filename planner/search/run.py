@@ -392,7 +392,7 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
         return answer.nothing_verified(run, session.ended_by)
     assert plain is not None, "what led was compared with it"
     if session.known_parity(leader.config) is None and (checked := _checked(session)) is not None:
-        session.note(f"{leader.config.describe()} led the search, and the time ended before its parity check")
+        session.note(f"{leader.config.describe()} was the fastest, and the time ended before its parity check")
         leader = checked
     against = session.comparison(leader)  # None: the baseline has failed in a round of the claim
     fallback = _next_best(session, leader)
@@ -408,11 +408,12 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
         beaten = f"{leader.config.describe()} led the search; {how} with {base} {showed}: the plan is {stays}"
         leader = fallback
     parity = session.known_parity(leader.config)
-    if parity is None or (leader.config == plain.config and session.unchecked and not run.did_not_run):
+    cut_short = session.unchecked - session.hung and not run.did_not_run
+    if parity is None or (leader.config == plain.config and cut_short):
         return answer.budget_ended(run, "the budget ended before the parity check of the fastest")
     if beaten:
         session.note(beaten)
-    if session.options.loader is not None:  # what ends the search meanwhile takes no plan away
+    if session.options.loader is not None and not session.store.shared:  # what ends it meanwhile takes no plan away
         answer.keep_plan(run, make_plan(session, leader, parity, plain), session.ended_by)
     loading = measure_loading(session, leader)
     session.observer.on_phase("plan", leader.config.describe())

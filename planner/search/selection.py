@@ -118,7 +118,7 @@ def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
     is void too: its run was beside none.
     """
     trials = without_void(trials)
-    pairs = [trial for trial in trials if trial.purpose == "finalist"]
+    pairs = [trial for trial in trials if trial.purpose == "finalist" and trial.outcome is Outcome.OK]
     disturbed = {trial.round for trial in pairs if trial.disturbed}
     made = Counter(trial.round for trial in pairs if trial.step_time_s is not None)
     void = {number for number in made if made[number] < 2} | (set() if has_lasting_load(trials) else disturbed)

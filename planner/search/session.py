@@ -110,6 +110,7 @@ class Session:
     ended_by: EndedBy = "nothing_left"  # why no further look was made
     loading_s: float = 0.0  # of the search's budget, kept for the loader
     unchecked: set[TrainingConfig] = field(default_factory=set)  # whose parity check did not end, in this run
+    hung: set[TrainingConfig] = field(default_factory=set)  # of these, those whose check no end of the budget ended
     ended_claims: set[int] = field(default_factory=set)  # numbers of claims whose rounds ended early
     unpaired: set[TrainingConfig] = field(default_factory=set)  # whose pair ended early or is void: no other is made
     taken: frozenset[str] = frozenset()  # keys (`Work.key`) of what other planners, or other parts of this machine, do

@@ -44,8 +44,9 @@ CHECK_FACTOR, CHECK_MORE_S = 1.5, 5.0
 """A parity check with what a verdict can do without has so many times what was expected, and these seconds, but none of
 the fewest rounds of the claim (one of a compiled GPT-2 took 200 s of 10 minutes). `autoplan verify` makes the rest."""
 
-CHECK_LIMIT_FACTOR, CHECK_LIMIT_MORE_S = 8.0, 120.0
-"""A check is ended after so many times what was expected, and these seconds: one that hangs leaves the rest. Chosen."""
+CHECK_LIMIT_FACTOR, CHECK_LIMIT_MORE_S, CHECK_LIMIT_SHARE = 8.0, 120.0, 0.1
+"""A check is ended after so many times what was expected, and these seconds; or after this share of the budget, if that
+is more: one that hangs leaves the rest. Chosen."""
 
 DEADLINE_FACTOR, DEADLINE_LEAST_S = 4.0, 15.0
 """A further run is ended after so many times the longest good run of its configuration, and these seconds at least."""
@@ -105,7 +106,7 @@ def run_baseline(session: Session, work: Work) -> None:
         too_large = trial.outcome in (Outcome.OUT_OF_MEMORY, Outcome.TIMEOUT)
         if trial.budget_ended or not (too_large or may_be_technique):
             break
-    last = next(trial for trial in reversed(session.store.trials) if trial.purpose == "baseline")
+    last = session.baseline_trials[-1]
     if last.budget_ended:
         raise BudgetOver("the baseline", needed_s=2 * (session.store.spent_s + session.model.cost_s(last.config)))
     hint = "Its trial in the record has its last lines. If it fails at other settings too, the workload is broken."
@@ -370,6 +371,7 @@ def _check(session: Session, config: TrainingConfig, *, whole: bool) -> Parity |
 
     trials, cost, spec = session.trial_cost, session.parity_cost, session.context.spec
     longest_s = CHECK_LIMIT_FACTOR * check_s(session, config) + CHECK_LIMIT_MORE_S
+    longest_s, left_s = max(longest_s, CHECK_LIMIT_SHARE * session.budget_s), session.hard_deadline_s(0.0)
     number = len(list((session.store.folder / "trials").glob("parity*")))
     directory: Path = session.store.folder / "trials" / f"parity{number:02d}"
     directory.mkdir(parents=True, exist_ok=True)
@@ -382,7 +384,7 @@ def _check(session: Session, config: TrainingConfig, *, whole: bool) -> Parity |
             plain=None if session.plain_config == session.own_config else session.plain_config,
             device=session.context.device,
             directory=directory,
-            deadline_s=max(1.0, min(longest_s, session.hard_deadline_s(0.0))),
+            deadline_s=max(1.0, min(longest_s, left_s)),
             memory_limit_bytes=session.context.host_limit_bytes,
             on_attempt=lambda report: session.add_attempt("parity", report, config=config),
             time_s=None if spec.is_step else _check_time_s(session, config, whole),
@@ -393,6 +395,8 @@ def _check(session: Session, config: TrainingConfig, *, whole: bool) -> Parity |
     except TaskFailedError as error:  # out of time, which says nothing about the configuration
         what = f"the parity check of {config.describe()} ({where_ended(error.report)})"
         session.note(f"{what} did not end in its time; there is no verdict on it")
+        if longest_s < left_s:
+            session.hung.add(config)
         return None
     except CandidateDidNotRunError as error:
         session.did_not_run.append(f"parity check of {config.describe()}: {error.message}")

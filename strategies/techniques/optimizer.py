@@ -70,9 +70,16 @@ class OptimizerStrategy:
 
 
 def _is_foreach(optimizer: torch.optim.Optimizer, hardware: HardwareProfile) -> bool:
-    """Whether torch's own optimizer, without flags, steps in the form foreach: on the only GPU it does."""
-    by_torch = type(optimizer).__module__.startswith("torch.optim.")
-    unsaid = all(group.get("fused") is None for group in optimizer.param_groups)
+    """Whether torch's own optimizer, without flags, steps in the form foreach on the only GPU: most do.
+
+    Source: `torch.optim.optimizer._default_to_fused_or_foreach`, which Adafactor does not call, and what Adam asks
+    before it.
+    """
+    by_torch = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ != "Adafactor"
+    unsaid = all(
+        group.get("fused") is None and not group.get("differentiable") and not isinstance(group["lr"], torch.Tensor)
+        for group in optimizer.param_groups
+    )
     return by_torch and unsaid and sum(device.type == "cuda" for device in hardware.devices) == 1
 
 

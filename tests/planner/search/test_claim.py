@@ -474,6 +474,9 @@ def test_a_run_whose_pair_was_cut_short_decides_nothing():
     assert not any(one.finalist_runs for one in collect_runs(alone))
     late = a_trial(3, "finalist", OTHERS[0], 1.0, round=0, outcome=Outcome.TIMEOUT, step_time_s=None, budget_ended=True)
     assert not any(one.finalist_runs for one in collect_runs([*alone, late]))
+    full = a_trial(3, "finalist", OTHERS[0], 1.0, round=0, outcome=Outcome.OUT_OF_MEMORY)
+    (left,) = collect_runs([*alone, full])
+    assert left.config == OTHERS[1] and not left.finalist_runs, "an allocator that barely held it timed it all the same"
     whole = [*alone, a_trial(3, "finalist", OTHERS[0], 1.0, round=0)]
     assert all(one.finalist_runs for one in collect_runs(whole))
 

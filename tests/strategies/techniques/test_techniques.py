@@ -329,8 +329,13 @@ def test_optimizers_without_the_flag_say_so():
 def test_without_flags_torchs_optimizers_step_in_the_form_foreach_on_an_only_gpu():
     """Of shards on several GPUs they do not; where it is said not to be fused, the loop is what is left."""
     offered = {}
-    for name, flags, gpus in (("one", {}, 1), ("several", {}, 2), ("said", {"fused": False}, 1)):
-        workload = dataclasses.replace(language(), build_optimizer=partial(torch.optim.AdamW, lr=1e-3, **flags))
+    adam, tensor = torch.optim.AdamW, {"lr": torch.tensor(1e-3)}
+    cases = {
+        "one": (adam, {}, 1), "several": (adam, {}, 2), "said": (adam, {"fused": False}, 1),
+        "tensor": (adam, tensor, 1), "other": (torch.optim.Adafactor, {}, 1),
+    }  # fmt: skip
+    for name, (make, flags, gpus) in cases.items():
+        workload = dataclasses.replace(language(), build_optimizer=partial(make, **({"lr": 1e-3} | flags)))
         gpu = make_hardware().devices[0].model_copy(update={"type": "cuda"})
         hardware = make_hardware().model_copy(
             update={"devices": tuple(gpu.model_copy(update={"index": index}) for index in range(gpus))}
@@ -338,7 +343,7 @@ def test_without_flags_torchs_optimizers_step_in_the_form_foreach_on_an_only_gpu
         structure = find_structure(workload.build_model())
         offered[name] = set(OptimizerStrategy().choices(workload, structure, hardware, "cuda").values)
     assert offered["one"] == offered["several"] - {"foreach"}
-    assert "foreach" in offered["several"] and "foreach" in offered["said"]
+    assert all("foreach" in offered[name] for name in ("several", "said", "tensor", "other"))
 
 
 @pytest.mark.parametrize(
