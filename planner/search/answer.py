@@ -396,6 +396,10 @@ def nothing_verified(run: SearchRun, ended_by: str) -> SearchResult:
             "The text says what ended it. Where that was the memory limit, search again with a larger --memory-limit."
         )
         return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)
+    if not parities and run.session is not None and run.session.hung:
+        reason = "no parity check came to its end, so nothing was verified; the notes say in which phase each stayed"
+        hint = "A check makes a few steps of the plain training too: see whether these end by themselves."
+        return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)
     reason = f"no configuration passed the parity check; the fastest was {best.config.describe() if best else '-'}"
     hint = _after_failed_checks(run)
     return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)

@@ -386,7 +386,8 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
     leader, plain = find_leader(session), session.baseline
     if session.best is None:
         return answer.nothing_ran(run, session.ended_by)
-    if leader is None and session.unchecked and not run.did_not_run:
+    cut_short = session.unchecked - session.hung and not run.did_not_run
+    if leader is None and cut_short:
         return answer.budget_ended(run, "the budget ended before the parity check of the fastest")
     if leader is None:
         return answer.nothing_verified(run, session.ended_by)
@@ -408,7 +409,6 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
         beaten = f"{leader.config.describe()} led the search; {how} with {base} {showed}: the plan is {stays}"
         leader = fallback
     parity = session.known_parity(leader.config)
-    cut_short = session.unchecked - session.hung and not run.did_not_run
     if parity is None or (leader.config == plain.config and cut_short):
         return answer.budget_ended(run, "the budget ended before the parity check of the fastest")
     if beaten:

@@ -55,9 +55,16 @@ class VariantFits:
 
 
 def fit_line(small: float, large: float, samples: tuple[int, int]) -> LinearFit:
-    """The straight line through a figure at the small and at the large micro-batch."""
+    """The straight line through a figure at the small and at the large micro-batch.
+
+    Where samples differ in length, that line may go below zero: then the one through the origin and the larger of the
+    two, or, where a figure falls with the samples, the flat one through that.
+    """
     slope = (large - small) / (samples[1] - samples[0])
-    return LinearFit(fixed=small - slope * samples[0], per_sample=slope)
+    fixed = small - slope * samples[0]
+    if slope < 0:
+        return LinearFit(fixed=large)
+    return LinearFit(per_sample=large / samples[1]) if fixed < 0 else LinearFit(fixed=fixed, per_sample=slope)
 
 
 def split_by_depth(two_blocks: GroupCounts, three_blocks: GroupCounts) -> Split:

@@ -557,6 +557,13 @@ def test_a_check_that_hangs_is_no_end_of_the_budget(searches: Searches):
     assert plan.config == PLAIN and any("did not end in its time" in note for note in plan.notes)
 
 
+def test_where_only_what_hangs_may_be_the_plan_no_larger_budget_is_advised(searches: Searches):
+    world = World(candidates=some(BEST), passes=lambda config: None)
+    found = searches.search(world, budget=20_000.0, fix={"optimizer_step": "fused"}).result
+    assert found.status == "no_feasible_plan" and "--budget" not in str(found.hint)
+    assert "no parity check came to its end" in str(found.reason)
+
+
 def test_what_passed_its_check_is_the_plan_if_the_time_ends_before_the_check_of_what_leads(searches: Searches):
     """That it trains the same is not known of the faster one."""
     other = BEST.model_copy(update={"micro_batch": 8})

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from autoplan.planner.cost.traced.candidates import from_configs
 from autoplan.planner.cost.traced.memory import traced_memory
 from autoplan.planner.trace.build_profile import profile_workload
+from autoplan.planner.trace.linear_fit import fit_line
 from autoplan.planner.trace.model_profile import (
     IN_FUSED_LOSS,
     IN_RNN,
@@ -217,6 +218,36 @@ def test_the_fused_loss_holds_the_logits_of_one_chunk_and_its_parts_are_marked()
     marked = [operation.name.startswith(IN_FUSED_LOSS) for operation in four.recording.operations]
     products = [operation.kind == "matmul" for operation in four.recording.operations]
     assert sum(marked) > 4 * 4 and not any(m and p for m, p in zip(marked, products, strict=True))
+
+
+@pytest.mark.parametrize(("small", "large"), [(10, 25), (10, 40), (30, 20), (0, 9), (0, 0)])
+def test_no_figure_is_predicted_below_zero(small: float, large: float) -> None:
+    """Of batches of 2 and 5 samples whose lengths differ; the larger is more like those of a training."""
+    line = fit_line(small, large, (2, 5))
+    assert line.at(5) == pytest.approx(large) and min(line.at(n) for n in (1, 2, 8, 1000)) >= 0
+    if (small, large) == (10, 25):
+        assert line.at(2) == pytest.approx(small)
+
+
+def test_a_model_of_ragged_batches_is_predicted_to_take_some_time() -> None:
+    """Lengths come in pairs of short and long: two samples looked as if one took less than no time."""
+    lengths = (3, 3, 40, 40, 5)
+
+    def make_batch(samples: int, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.ones(samples, max(lengths[:samples]), 8)}
+
+    workload = Workload(
+        name="ragged",
+        build_model=lambda: nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)),
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        loss=lambda model, batch: LossSum(model(batch["x"]).square().sum(), torch.tensor(len(batch["x"]))),
+        make_batch=make_batch,
+        global_batch=8,
+    )
+    request = TraceRequest(variants=(VariantKey(),))
+    found = profile_workload(workload, "cpu", identity="ragged", request=request)
+    for group in found.variants[VariantKey().text()].groups:
+        assert group.flops.at(1) >= 0 and group.bytes_moved.at(1) > 0, group
 
 
 @pytest.mark.parametrize("make", [nn.RNN, nn.GRU, nn.LSTM])
